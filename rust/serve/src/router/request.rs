@@ -139,19 +139,6 @@ impl NewWorker {
     }
 }
 
-/// Settings that one request overrides.
-#[derive(Debug, Clone, Copy, Default, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "an object")]
-pub(super) struct Overrides {
-    #[serde(alias = "kv_overlap_score_weight")]
-    overlap_score_weight: Option<f64>,
-    pub overlap_score_credit: Option<f64>,
-    pub prefill_load_scale: Option<f64>,
-    #[serde(alias = "temperature")]
-    router_temperature: Option<f64>,
-    assume_kv_reuse: Option<bool>,
-}
-
 /// POST /select, /reserve, /potential_loads, /explain
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, expecting = "an object")]
@@ -178,7 +165,7 @@ pub(super) struct Choose {
     #[serde(default)]
     pub embeds: Embeds,
     #[serde(alias = "overrides")]
-    pub router_config_override: Option<Overrides>,
+    pub router_config_override: Option<RouteOverride>,
     pub allowed_worker_ids: Option<Vec<InstanceId>>,
     pub worker_id: Option<InstanceId>,
     pub dp_rank: Option<u32>,
@@ -239,15 +226,7 @@ impl Choose {
     }
 
     pub fn overrides(&self) -> RouteOverride {
-        let given = self.router_config_override.unwrap_or_default();
-        RouteOverride {
-            overlap_score_weight: given.overlap_score_weight,
-            overlap_score_credit: given.overlap_score_credit,
-            prefill_load_scale: given.prefill_load_scale,
-            temperature: given.router_temperature,
-            assume_kv_reuse: given.assume_kv_reuse,
-            seed: self.seed,
-        }
+        RouteOverride { seed: self.seed, ..self.router_config_override.unwrap_or_default() }
     }
 }
 

@@ -1,5 +1,7 @@
 //! A router's configuration, and the settings that a request may override.
 
+use serde::Deserialize;
+
 use crate::error::{Error, Result};
 use crate::load::{LoadConfig, PrefillSpeed};
 use crate::policy::{KvScale, Stage};
@@ -148,20 +150,24 @@ impl RouterConfig {
 }
 
 /// Settings that one request overrides.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "an object")]
 pub struct RouteOverride {
     /// Replaces [`RouterConfig::overlap_score_weight`].
+    #[serde(alias = "kv_overlap_score_weight")]
     pub overlap_score_weight: Option<f64>,
     /// Replaces [`KvScale::overlap_score_credit`].
     pub overlap_score_credit: Option<f64>,
     /// Replaces [`KvScale::prefill_load_scale`].
     pub prefill_load_scale: Option<f64>,
     /// Replaces [`RouterConfig::temperature`].
+    #[serde(rename = "router_temperature", alias = "temperature")]
     pub temperature: Option<f64>,
     /// Replaces [`RouterConfig::assume_kv_reuse`].
     pub assume_kv_reuse: Option<bool>,
     /// Seed of the random draw, instead of a new one: an equal seed gives an equal choice among
     /// equal candidates.
+    #[serde(skip)]
     pub seed: Option<u64>,
 }
 
