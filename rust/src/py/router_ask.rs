@@ -85,15 +85,7 @@ impl Options {
             }
         }
         options.request.wish = Wish::of(priority, strict_priority)?;
-        options.request.pin = match (worker_id, dp_rank) {
-            (Some(instance_id), dp_rank) => Some(Pin { instance_id, dp_rank }),
-            (None, None) => None,
-            (None, Some(rank)) => {
-                return Err(invalid(format!(
-                    "dp_rank {rank} needs worker_id: add it, or leave dp_rank out"
-                )));
-            }
-        };
+        options.request.pin = Pin::of(worker_id, dp_rank)?;
         Ok(options)
     }
 

@@ -9,7 +9,7 @@ use super::busy::BusyTable;
 use super::config::QueueThreshold;
 use super::router::RouteOverride;
 use crate::catalog::PromptNames;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fair::Wish;
 use crate::hash;
 use crate::ids::{InstanceId, Worker};
@@ -119,6 +119,20 @@ pub struct Pin {
 }
 
 impl Pin {
+    /// The pin of a request that may name a worker and one of its ranks.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a rank without a worker.
+    pub fn of(worker_id: Option<InstanceId>, dp_rank: Option<u32>) -> Result<Option<Self>> {
+        match (worker_id, dp_rank) {
+            (Some(instance_id), dp_rank) => Ok(Some(Self { instance_id, dp_rank })),
+            (None, Some(rank)) => Err(Error::invalid(format!(
+                "dp_rank {rank} needs worker_id: add it, or leave dp_rank out"
+            ))),
+            (None, None) => Ok(None),
+        }
+    }
+
     /// Whether the pin includes `worker`.
     pub fn fits(&self, worker: Worker) -> bool {
         self.instance_id == worker.instance_id

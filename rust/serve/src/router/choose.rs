@@ -7,11 +7,12 @@ use std::time::Instant;
 
 use kvflash_core::catalog::TrustState;
 use kvflash_core::error::{Error, Result};
+use kvflash_core::fair::Wish;
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::session::{read_session_id, session_id};
 use kvflash_core::policy::{Advice, Terms};
-use kvflash_core::select::{Ask, Prompt, Request, Selection};
+use kvflash_core::select::{Ask, Pin, Prompt, Request, RouteOverride, Selection};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -230,16 +231,17 @@ impl Choose {
                 "isl_tokens may be at most {MAX_ISL_TOKENS}, got {isl_tokens}"
             )));
         }
-        let (pin, allowed) = (self.pin()?, self.allowed()?);
+        let (pin, allowed) = (Pin::of(self.worker_id, self.dp_rank)?, self.allowed()?);
         let prompt = prompt(pool, &self)?;
-        let (wish, overrides) = (self.wish()?, self.overrides());
+        let wish = Wish::of(self.priority, self.strict_priority)?;
+        let given = self.router_config_override.unwrap_or_default();
         let named = self.session_id.as_deref().and_then(read_session_id);
         let mut request = Request {
             prompt: prompt.into(),
             user: self.user.map(Into::into),
             session_worker: named.and_then(|(address, rank)| pool.named(&address, rank)),
             session_key: self.session_key.map(Into::into),
-            overrides,
+            overrides: RouteOverride { seed: self.seed, ..given },
             pin,
             allowed,
             wish,

@@ -5,11 +5,10 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use kvflash_core::error::{Error, Result};
-use kvflash_core::fair::Wish;
 use kvflash_core::fleet::{EventSpec, WorkerState};
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::EngineMetrics;
-use kvflash_core::select::{Pin, Report, RouteOverride, Share, Usage};
+use kvflash_core::select::{Report, RouteOverride, Share, Usage};
 use serde::{Deserialize, Serialize};
 
 use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};
@@ -186,28 +185,6 @@ pub(super) struct Choose {
 }
 
 impl Choose {
-    /// Its priority in the queue.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for a priority that is not a number.
-    pub fn wish(&self) -> Result<Wish> {
-        Wish::of(self.priority, self.strict_priority)
-    }
-
-    /// The worker that must take it.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for a rank without a worker.
-    pub fn pin(&self) -> Result<Option<Pin>> {
-        match (self.worker_id, self.dp_rank) {
-            (Some(instance_id), dp_rank) => Ok(Some(Pin { instance_id, dp_rank })),
-            (None, Some(rank)) => Err(Error::invalid(format!(
-                "dp_rank {rank} needs worker_id: add it, or leave dp_rank out"
-            ))),
-            (None, None) => Ok(None),
-        }
-    }
-
     /// Workers that may take it, ascending.
     ///
     /// # Errors
@@ -223,10 +200,6 @@ impl Choose {
         let mut ids = ids.clone();
         ids.sort_unstable();
         Ok(Some(ids))
-    }
-
-    pub fn overrides(&self) -> RouteOverride {
-        RouteOverride { seed: self.seed, ..self.router_config_override.unwrap_or_default() }
     }
 }
 
