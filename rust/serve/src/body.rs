@@ -198,10 +198,7 @@ impl Intake {
     /// # Errors
     /// 413, 400 for a truncated one, 408 for a late or slow one, 429 while bodies occupy all the
     /// memory that they may.
-    pub async fn whole<B>(&self, body: B) -> Result<Received, Reject>
-    where
-        B: Body<Data = Bytes> + Unpin,
-    {
+    pub async fn whole(&self, body: impl Body<Data = Bytes> + Unpin) -> Result<Received, Reject> {
         self.within(self.max_bytes, body, |_| false).await.map(|(received, _)| received)
     }
 
@@ -229,24 +226,18 @@ impl Intake {
     ///
     /// # Errors
     /// As [`whole`](Self::whole).
-    pub async fn control<B>(&self, body: B) -> Result<Bytes, Reject>
-    where
-        B: Body<Data = Bytes> + Unpin,
-    {
+    pub async fn control(&self, body: impl Body<Data = Bytes> + Unpin) -> Result<Bytes, Reject> {
         let limit = CONTROL_BYTES.min(self.max_bytes);
         Ok(self.within(limit, body, |_| false).await?.0.bytes)
     }
 
     /// Reads a body of up to `limit` bytes; returns it as well if it goes on after what was read.
-    async fn within<B>(
+    async fn within<B: Body<Data = Bytes> + Unpin>(
         &self,
         limit: usize,
         mut body: B,
         is_enough: impl Fn(&[u8]) -> bool,
-    ) -> Result<(Received, Option<B>), Reject>
-    where
-        B: Body<Data = Bytes> + Unpin,
-    {
+    ) -> Result<(Received, Option<B>), Reject> {
         if self.refuses_unread && body.size_hint().lower() > limit as u64 {
             return Err(self.refuse(&Unreadable::TooLarge, limit));
         }
@@ -262,15 +253,12 @@ impl Intake {
     }
 
     /// Returns what was read, and whether it is all. A body in a single piece is not copied.
-    async fn read<B>(
+    async fn read(
         &self,
-        body: &mut B,
+        body: &mut (impl Body<Data = Bytes> + Unpin),
         limit: usize,
         is_enough: impl Fn(&[u8]) -> bool,
-    ) -> Result<(Received, bool), Unreadable>
-    where
-        B: Body<Data = Bytes> + Unpin,
-    {
+    ) -> Result<(Received, bool), Unreadable> {
         let mut began = Instant::now();
         let declared = body.size_hint().exact().map_or(limit, |bytes| bytes as usize);
         let (mut turn, mut before_turn, mut rate) = (None::<OwnedSemaphorePermit>, 0, MIN_RATE);
