@@ -1,7 +1,6 @@
 //! Connections to engines, indexers and peers: plain or over TLS, never to link-local addresses by a name, and to
 //! workers that somebody added only where those may be.
 
-use std::fmt;
 use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -217,12 +216,6 @@ pub(crate) struct Connector {
     literals: Option<WorkerAllow>,
     outbound: Outbound,
     connect_timeout: Duration,
-}
-
-impl fmt::Debug for Connector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connector").finish_non_exhaustive()
-    }
 }
 
 impl Service<Uri> for Connector {

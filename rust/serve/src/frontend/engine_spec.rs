@@ -1,7 +1,6 @@
 //! An engine as its operator names it: its address, and what is sent to it.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
@@ -22,12 +21,12 @@ pub(crate) fn without_login(url: &str) -> String {
 }
 
 /// The key that is sent to a worker.
-#[derive(Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum WorkerKey {
     /// That of `--worker-api-key-file`.
     #[default]
     Ours,
-    /// Its own key, with which it was added.
+    /// Its own key, with which it was added; marked as sensitive, so `Debug` hides it.
     Own(HeaderValue),
     /// None: a client added it over HTTP.
     Nothing,
@@ -54,16 +53,6 @@ pub(crate) fn bearer(name: &str, key: &str) -> Result<HeaderValue> {
     })?;
     value.set_sensitive(true);
     Ok(value)
-}
-
-impl fmt::Debug for WorkerKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Ours => "Ours",
-            Self::Own(_) => "Own",
-            Self::Nothing => "Nothing",
-        })
-    }
 }
 
 /// An engine as its operator names it.

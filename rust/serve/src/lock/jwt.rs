@@ -345,12 +345,6 @@ impl Jwks {
     }
 }
 
-impl std::fmt::Debug for Jwks {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Jwks").field("keys", &self.keys.keys()).finish_non_exhaustive()
-    }
-}
-
 /// A key by which tokens can be checked, and its id.
 ///
 /// # Errors

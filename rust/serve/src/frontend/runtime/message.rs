@@ -118,7 +118,7 @@ impl Message {
 }
 
 /// Takes a text apart as it comes.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Parsing {
     reasoning: Option<Reasoning>,
     tools: Option<ToolCalls>,
@@ -321,12 +321,6 @@ impl Reasoning {
         let is_reasoning = self.parser.is_in_reasoning();
         let part = if is_reasoning { &mut all.reasoning_text } else { &mut all.normal_text };
         part.push_str(text);
-    }
-}
-
-impl std::fmt::Debug for Reasoning {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Reasoning").field("held", &self.held).finish_non_exhaustive()
     }
 }
 
