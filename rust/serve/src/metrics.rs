@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::ops::Deref;
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
@@ -31,9 +31,9 @@ pub(crate) struct KindLabel {
 
 /// Label of HTTP metrics. Paths are the routes of the API, never a client's input.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct RequestLabel {
-    pub endpoint: Cow<'static, str>,
-    pub status: u16,
+struct RequestLabel {
+    endpoint: Cow<'static, str>,
+    status: u16,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -107,9 +107,9 @@ pub(super) use metrics;
 
 metrics! {
     /// Metrics of requests.
-    pub(super) struct CommonFigures {
-        pub requests: Family<RequestLabel, Counter> = "requests", "HTTP requests answered";
-        pub request_seconds: Histogram = "request_duration_seconds",
+    struct CommonFigures {
+        requests: Family<RequestLabel, Counter> = "requests", "HTTP requests answered";
+        request_seconds: Histogram = "request_duration_seconds",
             "Time from a request's head to its answer's head", seconds_histogram();
     }
 }
@@ -122,14 +122,6 @@ pub(super) struct CommonMetrics {
     figures: CommonFigures,
     /// Metrics of other parts, as lines of the text format.
     pub more: RwLock<String>,
-}
-
-impl Deref for CommonMetrics {
-    type Target = CommonFigures;
-
-    fn deref(&self) -> &CommonFigures {
-        &self.figures
-    }
 }
 
 /// 50 us to 100 s, three steps per decade.
@@ -148,6 +140,13 @@ impl CommonMetrics {
     pub fn new(mut registry: Registry) -> Self {
         let (turn, more) = Default::default();
         Self { figures: CommonFigures::register(&mut registry), registry, turn, more }
+    }
+
+    /// Counts a request that was answered.
+    pub fn count(&self, endpoint: Cow<'static, str>, response: &Response, started: Instant) {
+        let label = RequestLabel { endpoint, status: response.status().as_u16() };
+        self.figures.requests.get_or_create(&label).inc();
+        self.figures.request_seconds.observe(started.elapsed().as_secs_f64());
     }
 
     /// The exposition text, with names that begin with `prefix`: registered metrics, those that

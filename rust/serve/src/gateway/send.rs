@@ -28,7 +28,6 @@ use crate::Reject;
 use crate::body::{self, Received, discard};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
-use crate::metrics::RequestLabel;
 use crate::tenant::limit::Running;
 use crate::tenant::pass::{self, REQUEST_ID_HEADER};
 
@@ -56,9 +55,7 @@ pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: 
     if let Some(key) = caller.client() {
         app.meters.tell(key, response.headers_mut());
     }
-    let label = RequestLabel { endpoint: row.path.into(), status: response.status().as_u16() };
-    app.common.requests.get_or_create(&label).inc();
-    app.common.request_seconds.observe(started.elapsed().as_secs_f64());
+    app.common.count(row.path.into(), &response, started);
     response
 }
 

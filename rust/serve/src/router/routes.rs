@@ -25,7 +25,7 @@ use super::super::indexer::form::{Form, Params, refuse_encoded};
 use super::super::indexer::query_routes;
 use super::super::indexer::request::WorkersFilter;
 use super::super::lock::Subject;
-use super::super::metrics::{CommonMetrics, RequestLabel, new_registry};
+use super::super::metrics::{CommonMetrics, new_registry};
 use super::super::page::Page;
 use super::super::reject::PlainReject;
 use super::super::state_file::Registrations;
@@ -146,9 +146,7 @@ async fn count(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
     let matched = request.extensions().get::<MatchedPath>().cloned();
     let response = next.run(request).await;
     let endpoint = matched.map_or("other".into(), |path| path.as_str().to_owned().into());
-    let label = RequestLabel { endpoint, status: response.status().as_u16() };
-    app.common.requests.get_or_create(&label).inc();
-    app.common.request_seconds.observe(started.elapsed().as_secs_f64());
+    app.common.count(endpoint, &response, started);
     response
 }
 
