@@ -15,8 +15,8 @@ use super::time::seconds;
 const WAITING_MAX: usize = 100_000;
 const TAKEN_MAX: usize = 1_000;
 
-/// Calls back with each selector until the callback returns true; returns whether it did.
-pub(super) type Each = Box<dyn Fn(&mut dyn FnMut(&Selector) -> bool) -> bool + Send + Sync>;
+/// The selectors of all models.
+pub(super) type Selectors = Box<dyn Fn() -> Vec<Arc<Selector>> + Send + Sync>;
 
 /// This router's bookings for its replicas, and the replicas' bookings as they count here.
 ///
@@ -29,13 +29,13 @@ pub(super) type Each = Box<dyn Fn(&mut dyn FnMut(&Selector) -> bool) -> bool + S
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Bookings {
     outbox: Arc<Outbox>,
-    each: Each,
+    selectors: Selectors,
     ignored: AtomicU64,
 }
 
 impl Bookings {
-    pub fn new(outbox: Arc<Outbox>, each: Each) -> Self {
-        Self { outbox, each, ignored: AtomicU64::new(0) }
+    pub fn new(outbox: Arc<Outbox>, selectors: Selectors) -> Self {
+        Self { outbox, selectors, ignored: AtomicU64::new(0) }
     }
 }
 
@@ -94,7 +94,7 @@ impl Bookings {
         let worker = Worker::new(worker.0, worker.1);
         py.detach(|| {
             let hashes = hashes.as_deref();
-            let is_taken = (self.each)(&mut |selector| {
+            let is_taken = (self.selectors)().iter().any(|selector| {
                 selector.remote_add(router_id, request_id, worker, hashes, isl, overlap)
             });
             // Relaxed: a count for people.
@@ -105,34 +105,24 @@ impl Bookings {
 
     /// The request's prompt is computed; False for an unknown request.
     fn remote_prefilled(&self, py: Python<'_>, router_id: u64, request_id: &str) -> bool {
-        py.detach(|| (self.each)(&mut |one| one.remote_prefilled(router_id, request_id)))
+        py.detach(|| {
+            (self.selectors)().iter().any(|one| one.remote_prefilled(router_id, request_id))
+        })
     }
 
     /// The request has ended; False for an unknown request.
     fn remote_free(&self, py: Python<'_>, router_id: u64, request_id: &str) -> bool {
-        py.detach(|| (self.each)(&mut |one| one.remote_free(router_id, request_id)))
+        py.detach(|| (self.selectors)().iter().any(|one| one.remote_free(router_id, request_id)))
     }
 
     /// A router has left, with its requests; returns their number.
     fn remote_drop_router(&self, py: Python<'_>, router_id: u64) -> usize {
-        py.detach(|| {
-            let mut dropped = 0;
-            (self.each)(&mut |one| {
-                dropped += one.remote_drop_router(router_id);
-                false
-            });
-            dropped
-        })
+        py.detach(|| (self.selectors)().iter().map(|one| one.remote_drop_router(router_id)).sum())
     }
 
     /// A router reports that its requests are still active, so they do not expire.
     fn remote_heard(&self, py: Python<'_>, router_id: u64) {
-        py.detach(|| {
-            (self.each)(&mut |one| {
-                one.remote_heard(router_id);
-                false
-            });
-        });
+        py.detach(|| (self.selectors)().iter().for_each(|one| one.remote_heard(router_id)));
     }
 
     /// Counters.
@@ -141,19 +131,13 @@ impl Bookings {
     ///     remote_requests, remote_refused_total (over a limit), remote_ignored_total (at workers
     ///     that are not known here), waiting (to be taken), dropped_total (not shared).
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (mut requests, mut refused) = (0, 0);
-        py.detach(|| {
-            (self.each)(&mut |one| {
-                let stats = one.remote_stats();
-                requests += stats.requests;
-                refused += stats.refused_total;
-                false
-            });
-        });
+        let of_models: Vec<_> =
+            py.detach(|| (self.selectors)().iter().map(|one| one.remote_stats()).collect());
+        let requests: usize = of_models.iter().map(|stats| stats.requests).sum();
         let (waiting, dropped) = self.outbox.counts();
         let entries = [
             ("remote_requests", requests as u64),
-            ("remote_refused_total", refused),
+            ("remote_refused_total", of_models.iter().map(|stats| stats.refused_total).sum()),
             ("remote_ignored_total", self.ignored.load(Ordering::Relaxed)),
             ("waiting", waiting as u64),
             ("dropped_total", dropped),

@@ -88,7 +88,7 @@ impl Frontend {
     #[getter]
     fn bookings(&self) -> Bookings {
         let app = self.app.clone();
-        Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
+        Bookings::new(app.outbox(), Box::new(move || app.selectors()))
     }
 
     /// Set additional lines for ``/metrics``, in the OpenMetrics text format.

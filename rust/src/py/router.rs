@@ -111,7 +111,7 @@ impl Router {
     #[getter]
     fn bookings(&self) -> Bookings {
         let app = self.app.clone();
-        Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
+        Bookings::new(app.outbox(), Box::new(move || app.selectors()))
     }
 
     /// The same decisions for an event loop of this process; creates a new object.

@@ -177,7 +177,7 @@ impl RouterCore {
     fn bookings(&self) -> Bookings {
         let selector = Arc::clone(&self.selector);
         let outbox = Arc::clone(selector.outbox());
-        Bookings::new(outbox, Box::new(move |call| call(&selector)))
+        Bookings::new(outbox, Box::new(move || vec![Arc::clone(&selector)]))
     }
 
     /// The name of the routing policy.

@@ -194,9 +194,9 @@ impl FrontendApp {
         Arc::clone(&self.app.fleet.common.outbox)
     }
 
-    /// Calls `call` with each model's selector until it returns true; returns whether it did.
-    pub fn any_selector(&self, call: &mut dyn FnMut(&Selector) -> bool) -> bool {
-        self.app.fleet.pools().iter().any(|pool| call(&pool.selector))
+    /// The selectors of all models.
+    pub fn selectors(&self) -> Vec<Arc<Selector>> {
+        self.app.fleet.pools().iter().map(|pool| Arc::clone(&pool.selector)).collect()
     }
 
     /// Uses this indexer from now on, in place of a discovered one; none if `None`.
