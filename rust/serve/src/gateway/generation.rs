@@ -168,13 +168,21 @@ impl Generation {
                 sampling.insert(name.to_owned(), value);
             }
         };
-        put("temperature", range("temperature", fields.temperature, 0.0, 100.0)?);
-        put("top_p", range("top_p", fields.top_p, 0.0, 1.0)?);
-        put("min_p", range("min_p", fields.min_p, 0.0, 1.0)?);
-        put("presence_penalty", range("presence_penalty", fields.presence_penalty, -2.0, 2.0)?);
-        put("frequency_penalty", range("frequency_penalty", fields.frequency_penalty, -2.0, 2.0)?);
         let penalty = fields.repetition_penalty.or(nvext.repetition_penalty);
-        put("repetition_penalty", range("repetition_penalty", penalty, 0.0, 100.0)?);
+        for (name, value, low, high) in [
+            ("temperature", fields.temperature, 0.0, 100.0),
+            ("top_p", fields.top_p, 0.0, 1.0),
+            ("min_p", fields.min_p, 0.0, 1.0),
+            ("presence_penalty", fields.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", fields.frequency_penalty, -2.0, 2.0),
+            ("repetition_penalty", penalty, 0.0, 100.0),
+        ] {
+            if let Some(value) = value.filter(|value| !(low..=high).contains(value)) {
+                let why = format!("{name}: must be in {low}..={high}, got {value}");
+                return Err(Reject::bad_request(why));
+            }
+            put(name, value.map(Value::from));
+        }
         put("top_k", fields.top_k.or(nvext.top_k).map(Value::from));
         put("seed", fields.seed.map(Value::from));
         put("logit_bias", fields.logit_bias.clone().map(Value::Object));
@@ -377,20 +385,6 @@ fn checked(field: &'static str, key: &str, value: &Value) -> Result<Value, Rejec
         ("regex" | "grammar", Value::String(text)) if !text.is_empty() => Ok(value.clone()),
         ("regex" | "grammar", _) => wrong("a string that is not empty"),
         _ => Ok(value.clone()),
-    }
-}
-
-fn range(
-    field: &'static str,
-    value: Option<f64>,
-    low: f64,
-    high: f64,
-) -> Result<Option<Value>, Reject> {
-    match value {
-        Some(value) if !(low..=high).contains(&value) => {
-            Err(Reject::bad_request(format!("{field}: must be in {low}..={high}, got {value}")))
-        }
-        value => Ok(value.map(Value::from)),
     }
 }
 
