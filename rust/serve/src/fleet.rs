@@ -60,11 +60,13 @@ impl<M, R> Pool<M, R> {
         Arc::clone(&self.members.read())
     }
 
-    /// Adds the booked and unfinished requests of each worker.
-    pub fn count_in_flight(&self, counts: &mut HashMap<InstanceId, u64>) {
+    /// Booked and unfinished requests of each worker.
+    pub fn in_flight(&self) -> HashMap<InstanceId, u64> {
+        let mut counts = HashMap::new();
         for load in self.selector.loads() {
             *counts.entry(load.worker.instance_id).or_default() += u64::from(load.active.requests);
         }
+        counts
     }
 
     /// Changes its workers, for requests and for the selector.

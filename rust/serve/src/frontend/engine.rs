@@ -1,7 +1,7 @@
 //! One engine behind the frontend: its health and properties; and the engines of one model, as
 //! requests find them.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -343,10 +343,7 @@ impl Pool {
     /// # Cost
     /// Reads every worker's load.
     pub fn least_busy(&self, turn: usize, fits: impl Fn(&Engine) -> bool) -> Option<Arc<Engine>> {
-        let mut requests = HashMap::<_, u32>::new();
-        for load in self.selector.loads() {
-            *requests.entry(load.worker.instance_id).or_default() += load.active.requests;
-        }
+        let requests = self.in_flight();
         let members = self.members();
         let is_fit = |one: &&Arc<Engine>| one.member.is_none() && one.is_healthy() && fits(one);
         let mut fitting: Vec<_> = members.all().filter(is_fit).collect();

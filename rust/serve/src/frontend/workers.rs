@@ -84,7 +84,8 @@ fn tell_workers(app: &App) -> Response {
     for publisher in app.catalog.publishers() {
         publishers.entry(publisher.worker.instance_id).or_default().push(publisher);
     }
-    let in_flight = in_flight(app);
+    let pools = app.fleet.pools();
+    let in_flight: HashMap<_, _> = pools.iter().flat_map(|pool| pool.in_flight()).collect();
     let entry = |engine: &Arc<Engine>| {
         let publishers = publishers.get(&engine.id).map_or(&[][..], Vec::as_slice);
         entry(app, engine, publishers, in_flight.get(&engine.id).copied().unwrap_or(0))
@@ -190,22 +191,13 @@ pub(super) async fn remove_worker(
     Ok(Json(json!({ "status": "ok", "id": id })))
 }
 
-/// Booked and unfinished requests per worker.
-fn in_flight(app: &App) -> HashMap<InstanceId, u64> {
-    let mut counts = HashMap::new();
-    for pool in app.fleet.pools() {
-        pool.count_in_flight(&mut counts);
-    }
-    counts
-}
-
 /// The entry of one worker in `GET /workers`.
 fn entry_of(app: &App, engine: &Engine) -> Value {
     let mut publishers = app.catalog.publishers();
     publishers.retain(|publisher| publisher.worker.instance_id == engine.id);
-    let mut counts = HashMap::new();
-    app.fleet.pool_of(engine.id).inspect(|pool| pool.count_in_flight(&mut counts));
-    entry(app, engine, &publishers, counts.get(&engine.id).copied().unwrap_or(0))
+    let pool = app.fleet.pool_of(engine.id);
+    let count = pool.and_then(|pool| pool.in_flight().get(&engine.id).copied());
+    entry(app, engine, &publishers, count.unwrap_or(0))
 }
 
 /// GET /workers/{id}
