@@ -133,7 +133,6 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>) {
         {
             let text = String::from_utf8_lossy(&body);
             read_load(&pool, &engine, &text);
-            read_facts(&pool, &engine, &text);
         }
         missed = if engine.is_healthy() { 0 } else { missed.saturating_add(1) };
         tokio::select! {
@@ -296,17 +295,6 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, AttemptError> 
 /// The share of its blocks that an engine uses, under the names of old and new versions.
 const KV_USAGE: [&str; 2] = ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"];
 
-/// Reports the metrics of each of an engine's ranks to the policies. Metrics without a rank label
-/// count for the first rank.
-///
-/// # Source
-/// vLLM's names; means are over the engine's lifetime.
-fn read_facts(pool: &Pool, engine: &Engine, metrics: &str) {
-    for dp_rank in 0..engine.spec.dp_size {
-        pool.selector.engines.report(Worker::new(engine.id, dp_rank), of_rank(metrics, dp_rank));
-    }
-}
-
 fn is_of(line: &str, dp_rank: u32) -> bool {
     label::<u32>(line, "engine").unwrap_or(0) == dp_rank
 }
@@ -324,6 +312,10 @@ fn value(metrics: &str, dp_rank: u32, names: &[&str]) -> Option<f64> {
         .filter(|value| value.is_finite() && *value >= 0.0)
 }
 
+/// The metrics of one rank, for the policies.
+///
+/// # Source
+/// vLLM's names; means are over the engine's lifetime.
 fn of_rank(metrics: &str, dp_rank: u32) -> EngineMetrics {
     let value = |names: &[&str]| value(metrics, dp_rank, names);
     let mean = |name: &str| {
@@ -352,17 +344,18 @@ fn watched(app: &App, engine: &Engine) -> Option<Arc<Pool>> {
     })
 }
 
-/// Reports the load of each rank, from an engine's metrics, to the busy table.
+/// Reports the load of each rank, from an engine's metrics, to the busy table, and its metrics to the policies.
 ///
 /// Blocks in use are vLLM's reported share of its reported blocks. Metrics without a rank label
 /// count for the first rank.
 fn read_load(pool: &Pool, engine: &Engine, metrics: &str) {
     for dp_rank in 0..engine.spec.dp_size {
+        let worker = Worker::new(engine.id, dp_rank);
         let usage = value(metrics, dp_rank, &KV_USAGE).filter(|usage| *usage <= 1.0);
         let mut infos = metrics.lines().filter(|line| line.starts_with("vllm:cache_config_info{"));
         let blocks = |line: &str| label::<u64>(line, "num_gpu_blocks").filter(|total| *total > 0);
-        let of_rank = infos.clone().find(|line| is_of(line, dp_rank));
-        let total = of_rank.or_else(|| infos.next()).and_then(blocks);
+        let own = infos.clone().find(|line| is_of(line, dp_rank));
+        let total = own.or_else(|| infos.next()).and_then(blocks);
         let report = Report {
             kv_used_blocks: usage
                 .zip(total)
@@ -370,7 +363,8 @@ fn read_load(pool: &Pool, engine: &Engine, metrics: &str) {
             kv_total_blocks: total,
             ..Report::default()
         };
-        pool.selector.busy.report(Worker::new(engine.id, dp_rank), &report);
+        pool.selector.busy.report(worker, &report);
+        pool.selector.engines.report(worker, of_rank(metrics, dp_rank));
     }
 }
 
