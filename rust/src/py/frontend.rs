@@ -196,14 +196,9 @@ impl Frontend {
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> Raised<u16> {
         released(py, || {
             self.service.enter(|| self.app.restore())?;
-            let app = self.app.clone();
-            let address =
-                self.service.start(host, port, self.app.router(), move || app.is_ready())?;
-            let app = self.app.clone();
-            self.service.every_second(move || {
-                app.expire();
-            });
-            Ok(address.port())
+            let (app, again) = (self.app.clone(), self.app.clone());
+            let tick = move || _ = again.expire();
+            self.service.start(host, port, self.app.router(), move || app.is_ready(), tick)
         })
     }
 

@@ -73,7 +73,7 @@ impl Indexer {
             })?;
             // It starts once.
             let _ = self.app.set(app.clone());
-            self.service.start(host, port, app.clone(), move || app.is_ready()).map(|at| at.port())
+            self.service.start(host, port, app.clone(), move || app.is_ready(), || {})
         })
     }
 

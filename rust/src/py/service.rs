@@ -93,8 +93,8 @@ impl Service {
         })
     }
 
-    /// Bind and serve, including the admin side if it has its own address. Returns the bound
-    /// address. With `--reuse-port`, at a port where another process serves, clients are left to it
+    /// Bind and serve, including the admin side if it has its own address, and call `tick` every
+    /// second. Returns the bound port. With `--reuse-port`, at a port where another process serves, clients are left to it
     /// until `is_ready`.
     ///
     /// # Errors
@@ -105,7 +105,8 @@ impl Service {
         port: u16,
         app: impl App + Clone,
         is_ready: impl Fn() -> bool + Send + 'static,
-    ) -> Result<SocketAddr> {
+        tick: impl FnMut() + Send + 'static,
+    ) -> Result<u16> {
         let lock = self.http.lock();
         if let Some((admin_host, admin_port)) = lock.admin_address()
             && (admin_port, port != 0) == (port, true)
@@ -142,7 +143,8 @@ impl Service {
                 }
             }
         });
-        Ok(address)
+        self.every_second(tick);
+        Ok(address.port())
     }
 
     fn listen(
@@ -210,15 +212,10 @@ impl Service {
         self.is_listening.load(Ordering::Relaxed)
     }
 
-    /// Run a task beside the server until the stop.
-    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
-        self.handle.spawn(task);
-    }
-
     /// Call `tick` every second until the stop.
-    pub fn every_second(&self, mut tick: impl FnMut() + Send + 'static) {
+    fn every_second(&self, mut tick: impl FnMut() + Send + 'static) {
         let shutdown = self.shutdown.clone();
-        self.spawn(async move {
+        self.handle.spawn(async move {
             loop {
                 tokio::select! {
                     () = tokio::time::sleep(Duration::from_secs(1)) => tick(),
