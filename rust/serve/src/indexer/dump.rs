@@ -6,8 +6,7 @@ use std::convert::Infallible;
 use std::fmt::Write;
 use std::iter::once;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::http::StatusCode;
@@ -28,8 +27,8 @@ pub(super) const DUMP_TYPE: &str = "application/vnd.kvflash.dump";
 /// Maximum concurrent dumps.
 const DUMPS_MAX: usize = 4;
 
-/// A dump without reads for this many seconds no longer counts as concurrent.
-const IDLE_S: u64 = 30;
+/// A dump without reads for so long no longer counts as concurrent.
+const IDLE_TIME: Duration = Duration::from_secs(30);
 
 /// Filter of a dump.
 #[derive(Debug, Default, Deserialize)]
@@ -49,47 +48,33 @@ impl DumpQuery {
     }
 }
 
-/// Dumps in progress.
-pub(super) struct Dumps {
-    since: Instant,
-    readers: Mutex<Vec<Arc<AtomicU64>>>,
-}
+/// Dumps in progress, by their last reads.
+#[derive(Default)]
+pub(super) struct Dumps(Mutex<Vec<Arc<Mutex<Instant>>>>);
 
 /// The right to read a dump; released when dropped.
-pub(super) struct Reading {
-    since: Instant,
-    /// Seconds from `since` to the last read.
-    asked: Arc<AtomicU64>,
-}
-
-impl Default for Dumps {
-    fn default() -> Self {
-        Self { since: Instant::now(), readers: Mutex::default() }
-    }
-}
+pub(super) struct Reading(Arc<Mutex<Instant>>);
 
 impl Dumps {
     /// # Errors
     /// 503 at the limit of concurrent dumps.
     pub fn begin(&self) -> Result<Reading, Reject> {
-        let mut readers = self.readers.lock();
+        let mut readers = self.0.lock();
         readers.retain(|reader| Arc::strong_count(reader) > 1);
-        let now = self.since.elapsed().as_secs();
-        // Relaxed: a clock reading that guards nothing.
-        let is_busy = |reader: &&Arc<AtomicU64>| reader.load(Ordering::Relaxed) + IDLE_S >= now;
+        let is_busy = |reader: &&Arc<Mutex<Instant>>| reader.lock().elapsed() <= IDLE_TIME;
         if readers.iter().filter(is_busy).count() >= DUMPS_MAX {
             let message = format!("{DUMPS_MAX} dumps are being read, which is the limit");
             return Err(Reject::momentary(StatusCode::SERVICE_UNAVAILABLE, message));
         }
-        let asked = Arc::new(AtomicU64::new(now));
+        let asked = Arc::new(Mutex::new(Instant::now()));
         readers.push(Arc::clone(&asked));
-        Ok(Reading { since: self.since, asked })
+        Ok(Reading(asked))
     }
 }
 
 impl Reading {
     fn ask(&self) {
-        self.asked.store(self.since.elapsed().as_secs(), Ordering::Relaxed);
+        *self.0.lock() = Instant::now();
     }
 }
 
