@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvflash_core::catalog::{
     self, CatalogOptions, Command, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC,
-    ModelKey, Publisher, Registration, Source,
+    ModelKey, Registration, Source,
 };
 use kvflash_core::clock::SystemClock;
 use kvflash_core::error::Error;
@@ -72,12 +72,6 @@ pub(super) fn registration(
         identity: Identity::default(),
         facts: EngineFacts::default(),
         source: Source::Zmq,
-    }
-}
-
-impl Catalog {
-    fn publisher(&self, id: u64) -> Option<Arc<Publisher>> {
-        self.inner.publisher(id)
     }
 }
 
@@ -189,7 +183,7 @@ impl Catalog {
 
     /// The publisher's process has restarted: forget its blocks and count from 0.
     fn restarted(&self, py: Python<'_>, publisher: u64) {
-        if let Some(publisher) = self.publisher(publisher) {
+        if let Some(publisher) = self.inner.publisher(publisher) {
             py.detach(|| publisher.restarted());
         }
     }
@@ -298,7 +292,7 @@ impl Catalog {
         messages: &Bound<'_, PyList>,
         replayed: bool,
     ) -> Raised<Verdict> {
-        let Some(publisher) = self.publisher(publisher) else {
+        let Some(publisher) = self.inner.publisher(publisher) else {
             return Ok((0, "closed", 0, 0));
         };
         let all = messages.len();
@@ -342,7 +336,7 @@ impl Catalog {
 
     /// Give up on missing batches: the stream continues at ``sequence``.
     fn give_up(&self, py: Python<'_>, publisher: u64, sequence: u64) {
-        if let Some(publisher) = self.publisher(publisher) {
+        if let Some(publisher) = self.inner.publisher(publisher) {
             py.detach(|| publisher.give_up(sequence));
         }
     }
@@ -363,7 +357,7 @@ impl Catalog {
         publisher: u64,
         message: Option<(Bound<'_, PyBytes>, Bound<'_, PyBytes>)>,
     ) -> Raised<bool> {
-        let Some(publisher) = self.publisher(publisher) else { return Ok(true) };
+        let Some(publisher) = self.inner.publisher(publisher) else { return Ok(true) };
         let first = match &message {
             Some((head, payload)) => Some((sequence(head.as_bytes())?, payload.as_bytes())),
             None => None,
@@ -373,7 +367,7 @@ impl Catalog {
 
     /// ``(next expected, last applied)`` sequence number; None if the publisher is unregistered.
     fn position(&self, publisher: u64) -> Option<(u64, Option<u64>)> {
-        self.publisher(publisher).map(|publisher| publisher.position())
+        self.inner.publisher(publisher).map(|publisher| publisher.position())
     }
 
     /// Limit the sockets of this process: further publishers that need one are refused.
@@ -387,7 +381,7 @@ impl Catalog {
         let status = ListenerStatus::from_name(status).ok_or_else(|| {
             invalid(format!("status must be pending, active, paused or failed, got {status:?}"))
         })?;
-        if let Some(publisher) = self.publisher(publisher) {
+        if let Some(publisher) = self.inner.publisher(publisher) {
             publisher.set_status(status, error);
         }
         Ok(())
