@@ -50,13 +50,13 @@ pub(super) fn compute_block_hash_for_seq(
     mm: Option<&Bound<'_, PyAny>>,
     embeds: Option<&Bound<'_, PyAny>>,
 ) -> Raised<Vec<u64>> {
-    let content = Content::of(mm, embeds, is_eagle)?;
+    let content = content(mm, embeds, is_eagle)?;
     let block_size = block_size(kv_block_size)?;
     let ids = self::tokens("tokens", tokens)?;
     let slice = ids.as_slice();
     let seed = hash::identity_seed(lora_name, cache_salt);
     Ok(py.detach(|| match content {
-        Some(content) => content.hashes(slice, block_size, seed),
+        Some((media, embeds)) => hash::content_hashes(slice, block_size, seed, &media, &embeds),
         None if is_eagle => hash::local_hashes_eagle(slice, block_size, seed),
         None => hash::local_hashes(slice, block_size, seed),
     }))
@@ -103,13 +103,15 @@ pub(super) fn compute_block_hash_array<'py>(
     mm: Option<&Bound<'py, PyAny>>,
     embeds: Option<&Bound<'py, PyAny>>,
 ) -> Raised<Bound<'py, PyAny>> {
-    let content = Content::of(mm, embeds, is_eagle)?;
+    let content = content(mm, embeds, is_eagle)?;
     let block_size = block_size(kv_block_size)?;
     let ids = self::tokens("tokens", tokens)?;
     let ids = ids.as_slice();
     let seed = hash::identity_seed(lora_name, cache_salt);
-    let of_content = content.map(|content| {
-        detached(py, ids.len() > SHORT_TOKENS, || content.hashes(ids, block_size, seed))
+    let of_content = content.map(|(media, embeds)| {
+        detached(py, ids.len() > SHORT_TOKENS, || {
+            hash::content_hashes(ids, block_size, seed, &media, &embeds)
+        })
     });
     let blocks = match &of_content {
         Some(hashes) => hashes.len(),
@@ -167,31 +169,23 @@ pub(super) fn compute_sequence_hashes(block_hashes: &Bound<'_, PyAny>) -> Raised
     Ok(out)
 }
 
-/// Multimodal items and embeddings of a prompt that has any.
-struct Content {
-    media: Vec<MediaItem>,
-    embeds: Vec<Vec<u8>>,
-}
+/// Multimodal items and embeddings.
+type Content = (Vec<MediaItem>, Vec<Vec<u8>>);
 
-impl Content {
-    fn of(
-        mm: Option<&Bound<'_, PyAny>>,
-        embeds: Option<&Bound<'_, PyAny>>,
-        is_eagle: bool,
-    ) -> Raised<Option<Self>> {
-        let content = Self { media: media(mm)?, embeds: digests(embeds)? };
-        if content.media.is_empty() && content.embeds.is_empty() {
-            return Ok(None);
-        }
-        if is_eagle {
-            return Err(invalid("mm and embeds have no EAGLE hashes; leave is_eagle out"));
-        }
-        Ok(Some(content))
+/// That of a prompt that has any.
+fn content(
+    mm: Option<&Bound<'_, PyAny>>,
+    embeds: Option<&Bound<'_, PyAny>>,
+    is_eagle: bool,
+) -> Raised<Option<Content>> {
+    let (media, embeds) = (media(mm)?, digests(embeds)?);
+    if media.is_empty() && embeds.is_empty() {
+        return Ok(None);
     }
-
-    fn hashes(&self, tokens: &[u32], block_size: u32, seed: u64) -> Vec<u64> {
-        hash::content_hashes(tokens, block_size, seed, &self.media, &self.embeds)
+    if is_eagle {
+        return Err(invalid("mm and embeds have no EAGLE hashes; leave is_eagle out"));
     }
+    Ok(Some((media, embeds)))
 }
 
 fn block_size(value: &Bound<'_, PyAny>) -> Raised<u32> {
