@@ -100,11 +100,6 @@ fn reuse(app: &App, engines: &[Arc<Engine>]) -> BTreeMap<String, Value> {
         .collect()
 }
 
-/// 200 while the process answers at all; nothing else is checked.
-pub(super) async fn live() -> StatusCode {
-    StatusCode::OK
-}
-
 /// 200 if requests are accepted: enough workers were healthy at the start, and one is now. For load
 /// balancers; `/health` has the state of each worker.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
@@ -321,11 +316,8 @@ fn silent(worker: impl Display, requests: u64, endpoint: &str) -> Warning {
 
 /// GET /v1/models, in OpenAI's format.
 pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
-    app.aside.make(|| tell_models(&app)).await
-}
-
-fn tell_models(app: &App) -> Response {
-    Json(json!({ "object": "list", "data": cards(app).collect::<Vec<_>>() })).into_response()
+    let list = || json!({ "object": "list", "data": cards(&app).collect::<Vec<_>>() });
+    app.aside.make(|| Json(list()).into_response()).await
 }
 
 /// The names for clients, in the format of OpenAI's API.

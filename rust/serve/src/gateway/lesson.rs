@@ -127,11 +127,6 @@ impl Lesson {
         (known + self.new_bytes / BYTES_PER_TOKEN) as u64
     }
 
-    /// The request's body with the question for its ids.
-    pub fn question(call: &Call) -> Bytes {
-        call.body.with_json(FIELD, b"true")
-    }
-
     /// The engine told the ids of the prompt.
     pub fn learn(&self, app: &App, ids: &[u32]) {
         if self.is_learned.swap(true, Ordering::Relaxed) {

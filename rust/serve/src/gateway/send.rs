@@ -98,7 +98,8 @@ async fn respond(
     if plan.call.nvext.is_query() {
         return tell_workers(&plan, &prefill).await;
     }
-    if let Some(running) = in_flight.running.as_ref().filter(|_| has_token_limit(&plan)) {
+    let has_token_limit = plan.call.head.caller.key().is_some_and(|key| key.tpm.is_some());
+    if let Some(running) = in_flight.running.as_ref().filter(|_| has_token_limit) {
         running.charge(plan.uncached_tokens()).inspect_err(|_| app.refused("client_limit"))?;
     }
     // Stored responses take no turn: they generate nothing, and a cancellation frees a turn.
@@ -116,11 +117,6 @@ async fn respond(
         })?);
     }
     send(app, &Arc::new(plan), &Arc::new(in_flight), prefill, waiting, began).await
-}
-
-/// Whether the number of computed tokens must be known before it is sent.
-fn has_token_limit(plan: &Plan) -> bool {
-    plan.call.head.caller.key().is_some_and(|key| key.tpm.is_some())
 }
 
 /// Sends the request to one worker after the other, until one of them answers. Where one breaks off

@@ -23,7 +23,7 @@ use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
 use crate::gateway::call::Call;
 use crate::gateway::ids::body_with;
-use crate::gateway::lesson::{FIELD, Lesson};
+use crate::gateway::lesson::FIELD;
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
 use crate::tenant::pass::{REQUEST_ID_HEADER, engine_headers};
@@ -66,7 +66,7 @@ impl More {
         }
         let lesson = plan.lesson.as_ref()?;
         let is_asked = !lesson.is_asked && choice.engine.may_teach();
-        is_asked.then(|| (Self::Question, Lesson::question(&plan.call)))
+        is_asked.then(|| (Self::Question, plan.call.body.with_json(FIELD, b"true")))
     }
 
     /// The engine has `refused` it, and accepted the request without it.
