@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use super::super::Reject;
 use super::super::body::{check_encoding, discard};
 use super::fault::{worded, worded_parameter};
-use super::request;
+use super::{plain, request};
 
 /// Maximum nesting of a msgpack body; equal to serde_json's limit.
 const MAX_DEPTH: usize = 128;
@@ -76,7 +76,7 @@ impl Form {
     /// Parses a query like [`Self::parse`], much faster for typical JSON.
     pub(super) fn parse_query(self, bytes: &[u8]) -> Result<request::Query, Reject> {
         match self {
-            Self::Json => request::Query::plain(bytes).map_or_else(|| self.parse(bytes), Ok),
+            Self::Json => plain::read(bytes).map_or_else(|| self.parse(bytes), Ok),
             Self::Msgpack => self.parse(bytes),
         }
     }

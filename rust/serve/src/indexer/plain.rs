@@ -5,21 +5,10 @@
 //! Its results equal those of serde_json; everything else, including all errors, is left to
 //! serde_json.
 
-use super::request::MAX_TOKEN_IDS;
-
-/// The fields of a query; strings point into the body.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Plain<'a> {
-    pub token_ids: Vec<u32>,
-    pub model_name: &'a str,
-    pub tenant_id: Option<&'a str>,
-    pub lora_name: Option<&'a str>,
-    pub cache_salt: Option<&'a str>,
-    pub additional_salt: Option<&'a str>,
-}
+use super::request::{MAX_TOKEN_IDS, Query, Words, default_tenant};
 
 /// Parses a body; `None` if it has another form.
-pub(super) fn read(bytes: &[u8]) -> Option<Plain<'_>> {
+pub(super) fn read(bytes: &[u8]) -> Option<Query> {
     let mut rest = Rest(bytes);
     let (mut token_ids, mut model_name, mut tenant_id) = (None, None, None);
     let (mut lora_name, mut cache_salt, mut additional_salt) = (None, None, None);
@@ -41,7 +30,7 @@ pub(super) fn read(bytes: &[u8]) -> Option<Plain<'_>> {
                 _ => return None,
             };
             // Repeated fields are left to serde_json.
-            if field.replace(rest.string()?).is_some() {
+            if field.replace(rest.string()?.to_owned()).is_some() {
                 return None;
             }
         }
@@ -55,8 +44,15 @@ pub(super) fn read(bytes: &[u8]) -> Option<Plain<'_>> {
     if !rest.0.is_empty() {
         return None;
     }
-    let (token_ids, model_name) = (token_ids?, model_name?);
-    Some(Plain { token_ids, model_name, tenant_id, lora_name, cache_salt, additional_salt })
+    Some(Query {
+        token_ids: Words(token_ids?),
+        model_name: model_name?,
+        tenant_id: tenant_id.unwrap_or_else(default_tenant),
+        lora_name,
+        cache_salt,
+        additional_salt,
+        ..Query::default()
+    })
 }
 
 /// The rest of a body.
@@ -225,12 +221,11 @@ const TENS: [u64; 9] = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_00
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::request::Query;
     use super::*;
 
     fn list(text: &str) -> Option<Vec<u32>> {
         let body = format!("{{\"token_ids\": {text}, \"model_name\": \"m\"}}");
-        read(body.as_bytes()).map(|plain| plain.token_ids)
+        read(body.as_bytes()).map(|query| query.token_ids.0)
     }
 
     #[test]
@@ -240,13 +235,14 @@ mod tests {
             "cache_salt":"s","additional_salt":""} "#;
         assert_eq!(read(body), None, "escapes");
         let body = String::from_utf8_lossy(body).replace("\\u{e9}", "\u{e9}");
-        let wanted = Plain {
-            token_ids: vec![1, 2],
-            model_name: "Qwen/\u{e9}",
-            tenant_id: Some("t"),
-            lora_name: Some("l"),
-            cache_salt: Some("s"),
-            additional_salt: Some(""),
+        let wanted = Query {
+            token_ids: Words(vec![1, 2]),
+            model_name: "Qwen/\u{e9}".to_owned(),
+            tenant_id: "t".to_owned(),
+            lora_name: Some("l".to_owned()),
+            cache_salt: Some("s".to_owned()),
+            additional_salt: Some(String::new()),
+            ..Query::default()
         };
         assert_eq!(read(body.as_bytes()), Some(wanted));
     }
@@ -324,8 +320,8 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_read_serde_json_reads_to_the_same(body in body()) {
-            if let Some(plain) = Query::plain(body.as_bytes()) {
-                prop_assert_eq!(plain, serde_json::from_str(&body).unwrap());
+            if let Some(query) = read(body.as_bytes()) {
+                prop_assert_eq!(query, serde_json::from_str(&body).unwrap());
             }
         }
 

@@ -8,14 +8,13 @@ use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
 
 use super::super::Reject;
-use super::plain;
 use crate::prompt_keys::{Embeds, Media};
 
 /// Maximum elements of a query.
 pub(super) const MAX_TOKEN_IDS: usize = 4_194_304;
 
 /// A list of integers, or of their little-endian bytes; others are refused by index and value.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Words<T>(pub Vec<T>);
 
 pub(crate) type TokenIds = Words<u32>;
@@ -196,7 +195,7 @@ impl Unregister {
 }
 
 /// POST /query
-#[derive(Debug, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Default, PartialEq, Eq, Deserialize)]
 pub(super) struct Query {
     pub token_ids: TokenIds,
     pub model_name: String,
@@ -222,22 +221,6 @@ impl Query {
             ))),
             (salt, other) => Ok(salt.as_deref().or(other.as_deref())),
         }
-    }
-
-    /// Parses a query in the usual form; `None` means another form.
-    pub fn plain(bytes: &[u8]) -> Option<Self> {
-        let plain = plain::read(bytes)?;
-        Some(Self {
-            token_ids: Words(plain.token_ids),
-            model_name: plain.model_name.to_owned(),
-            tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
-            lora_name: plain.lora_name.map(str::to_owned),
-            lora_path: None,
-            mm: Media::default(),
-            embeds: Embeds::default(),
-            cache_salt: plain.cache_salt.map(str::to_owned),
-            additional_salt: plain.additional_salt.map(str::to_owned),
-        })
     }
 }
 
