@@ -12,9 +12,9 @@ use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use bytes::Bytes;
-use futures_util::future::{BoxFuture, Either};
+use futures_util::future::BoxFuture;
 use hyper::body::Incoming;
-use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
+use hyper_util::service::TowerToHyperService;
 use kvflash_core::catalog::{
     Catalog, EngineFacts, Identity, ModelKey, Registration, Source, check_is_socket,
 };
@@ -156,24 +156,21 @@ impl crate::App for IndexerApp {
 impl hyper::service::Service<Request<Incoming>> for IndexerApp {
     type Response = Response;
     type Error = Infallible;
-    type Future = Either<
-        BoxFuture<'static, Result<Response, Infallible>>,
-        TowerToHyperServiceFuture<Router, Request<Incoming>>,
-    >;
+    type Future = BoxFuture<'static, Result<Response, Infallible>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         match Endpoint::from_name(request.uri().path()) {
             Some(endpoint) if request.method() == Method::POST => {
                 let app = Arc::clone(&self.app);
-                Either::Left(Box::pin(async move {
+                Box::pin(async move {
                     let started = Instant::now();
                     let (head, mut body) = request.into_parts();
                     let response = app.ask(endpoint, &head.headers, &mut body).await;
                     app.metrics.count_question(endpoint, response.status().as_u16(), started);
                     Ok(response)
-                }))
+                })
             }
-            _ => Either::Right(TowerToHyperService::new(self.router()).call(request)),
+            _ => Box::pin(TowerToHyperService::new(self.router()).call(request)),
         }
     }
 }
