@@ -164,10 +164,8 @@ impl App {
         let intake = options.http.intake(options.max_body_bytes, &mut registry).refusing_unread();
         let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
         let common = CommonMetrics::new(registry);
-        let questions = match options.routing.serve_indexer {
-            true => Some(query_routes(&catalog, &intake, &options.http)?),
-            false => None,
-        };
+        let questions = || query_routes(&catalog, &intake, &options.http);
+        let questions = options.routing.serve_indexer.then(questions).transpose()?;
         let salts = options.salt_secret_file.as_deref().map(SaltSecret::open).transpose()?;
         check_clients(options.http.lock(), salts.is_some())?;
         let meters = Meters::new(Arc::clone(&clock));

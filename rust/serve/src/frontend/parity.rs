@@ -331,10 +331,8 @@ async fn compare_one(
         None => None,
     };
     let envelope = &chat.as_ref().unwrap_or(body).read::<Envelope<'_>>().ok()?;
-    let prompt: Option<String> = match envelope.prompt {
-        Some(raw) => Some(serde_json::from_str(raw.get()).ok()?),
-        None => None,
-    };
+    let prompt = envelope.prompt.map(|raw| serde_json::from_str::<String>(raw.get()));
+    let prompt = prompt.transpose().ok()?;
     let own = match &prompt {
         Some(prompt) => text.completion_tokens(prompt, true).map(text::Prompt::Tokens),
         None => text.chat_tokens(&envelope.chat(None)),

@@ -152,13 +152,9 @@ impl Answer {
     async fn whole(mut self) -> Result<Response, Failed> {
         let (mut message, mut collected) = (Message::default(), Collected::default());
         while self.end == End::Open {
-            let outcome = match self.next().await {
-                Ok(payload) => self.gather(payload, &mut message, &mut collected),
-                Err(error) => Err(error),
-            };
-            if let Err(error) = outcome {
-                return Err(self.broken(error));
-            }
+            let next = self.next().await;
+            next.and_then(|payload| self.gather(payload, &mut message, &mut collected))
+                .map_err(|error| self.broken(error))?;
         }
         let answer = match &self.writing {
             Some(writing) => {
@@ -184,11 +180,8 @@ impl Answer {
         let mut out = String::new();
         let mut count = 0;
         while self.end == End::Open {
-            let outcome = match self.next().await {
-                Ok(payload) => self.tell(payload, &mut out),
-                Err(error) => Err(error),
-            };
-            if let Err(error) = outcome {
+            let next = self.next().await;
+            if let Err(error) = next.and_then(|payload| self.tell(payload, &mut out)) {
                 for part in self.parsing.iter_mut().flat_map(|parsing| parsing.finish()) {
                     self.wording.part(&part, &mut out);
                 }

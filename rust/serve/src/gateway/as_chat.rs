@@ -4,7 +4,7 @@
 //! APIs, and requests without a certain conversion are left to the engine.
 
 use bytes::Bytes;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::api::Api;
@@ -49,7 +49,7 @@ struct Turn {
 }
 
 /// Some engines merge a system message among the others, others do not.
-#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Role {
     User,
@@ -118,10 +118,7 @@ fn of_messages(request: Messages) -> Option<Value> {
     }
     for Turn { role, content } in request.messages {
         match content {
-            Content::Text(text) => messages.push(match role {
-                Role::User => json!({ "role": "user", "content": text }),
-                Role::Assistant => json!({ "role": "assistant", "content": text }),
-            }),
+            Content::Text(text) => messages.push(json!({ "role": role, "content": text })),
             Content::Blocks(blocks) if role == Role::User => user(blocks, &mut messages)?,
             Content::Blocks(blocks) => messages.push(assistant(blocks)?),
         }
