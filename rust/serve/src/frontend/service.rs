@@ -182,8 +182,7 @@ impl FrontendApp {
                 body::discard(&mut body).await;
                 let message =
                     format!("{} does not accept {method}; see the Allow header", uri.path());
-                let form = Row::of(uri.path()).map_or(Form::OpenAi, |row| row.form);
-                form.refuse(Reject::new(StatusCode::METHOD_NOT_ALLOWED, message))
+                Form::of(uri.path()).refuse(Reject::new(StatusCode::METHOD_NOT_ALLOWED, message))
             })
             .with_state(Arc::clone(&self.app))
             .merge(self.app.questions.clone().unwrap_or_default())

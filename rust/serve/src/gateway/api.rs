@@ -75,6 +75,15 @@ pub(crate) enum Form {
 }
 
 impl Form {
+    /// Of responses to requests for this path, which may have no row.
+    pub fn of(path: &str) -> Self {
+        match Row::of(path) {
+            Some(row) => row.form,
+            None if path.starts_with("/v1/messages/") => Self::Anthropic,
+            None => Self::OpenAi,
+        }
+    }
+
     /// A refusal in this format.
     pub fn refuse(self, reject: Reject) -> Response {
         match self {
@@ -241,11 +250,7 @@ impl Row {
     pub fn missing(path: &str) -> (Form, String) {
         let meant = Self::meant_by(path).or_else(|| near(path).map(str::to_owned));
         let bare = path.trim_end_matches('/');
-        let form = match meant.as_deref().and_then(Self::of) {
-            Some(row) => row.form,
-            None if bare.starts_with("/v1/messages/") => Form::Anthropic,
-            None => Form::OpenAi,
-        };
+        let form = Form::of(meant.as_deref().unwrap_or(bare));
         let hint = match meant {
             Some(meant) if path.starts_with("/v1/v1") => {
                 format!(

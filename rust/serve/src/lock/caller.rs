@@ -11,7 +11,7 @@ use axum::http::request::Parts;
 use axum::http::{Method, Request, Response};
 
 use super::keys::{Key, Role};
-use crate::gateway::api::{Form, MAX_PATH_CHARS, Row};
+use crate::gateway::api::{MAX_PATH_CHARS, Row};
 
 /// Who sent a request: every request that came over a listener has one among its extensions.
 ///
@@ -84,15 +84,6 @@ impl Side {
         }
         let other = OTHERS.iter().find(|(known, _)| *known == path);
         other.map_or(Self::Admin, |(_, side)| *side)
-    }
-}
-
-/// In whose form a refusal of this path comes.
-pub(super) fn form_of(path: &str) -> Form {
-    match Row::of(path) {
-        Some(row) => row.form,
-        None if path.starts_with("/v1/messages/") => Form::Anthropic,
-        None => Form::OpenAi,
     }
 }
 

@@ -17,11 +17,12 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 use tokio::sync::Semaphore;
 
-use super::caller::{Audit, Caller, Side, form_of};
+use super::caller::{Audit, Caller, Side};
 use super::credential::Credential;
 use super::jwt::{Tokens, is_token, now_s};
 use super::keys::{Found, KEYS_FLAG, Key, Keys, KeysFile, Role};
 use super::rules::{Face, Rules, allowed_origin, check_host_count, check_page, preflight, share};
+use crate::gateway::api::Form;
 use crate::metrics::CauseLabel;
 use crate::reread::Reread;
 use crate::tls::CLIENT_CA_FLAG;
@@ -521,7 +522,7 @@ impl Lock {
         }
         let is_control =
             self.shared.rules.as_ref().is_some_and(|rules| rules.face == Face::Control);
-        let mut response = if is_control { reject.plain() } else { form_of(path).refuse(reject) };
+        let mut response = if is_control { reject.plain() } else { Form::of(path).refuse(reject) };
         self.show(request, &mut response);
         response.headers_mut().insert(REFUSED, HeaderValue::from_static(cause));
         if status == StatusCode::UNAUTHORIZED {
