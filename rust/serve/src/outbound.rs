@@ -1,7 +1,6 @@
 //! Connections to engines, indexers and peers: plain or over TLS, never to link-local addresses by a name, and to
 //! workers that somebody added only where those may be.
 
-use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;

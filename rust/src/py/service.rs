@@ -1,7 +1,6 @@
 //! A service in the background of a Python process: a tokio runtime, a listener, a stop.
 
 use std::cell::Cell;
-use std::future::Future;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -2,7 +2,6 @@
 //! their lists of models.
 #![allow(clippy::unwrap_used)]
 
-use std::future::Future;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 

@@ -1,7 +1,6 @@
 //! Relays an answer chunk by chunk, an event stream in whole lines, and frees its load however it
 //! ends.
 
-use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};

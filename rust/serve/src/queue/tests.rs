@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used)]
 
 use std::cell::Cell;
-use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
