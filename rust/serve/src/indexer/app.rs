@@ -258,8 +258,8 @@ impl App {
         let keys = NameKeys {
             lora: request.lora_name.as_deref().map(|name| (name, path)),
             cache_salt: salt,
-            media: &request.mm.0,
-            embeds: &request.embeds.0,
+            media: &request.mm,
+            embeds: &request.embeds,
         };
         Ok(find_tokens(&model, &request.token_ids.0, &keys, form))
     }

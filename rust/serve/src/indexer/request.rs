@@ -4,11 +4,12 @@ use std::fmt::{self, Formatter};
 use std::marker::PhantomData;
 use std::num::NonZeroU32;
 
+use kvflash_core::hash::engine::MediaItem;
 use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
 
 use super::super::Reject;
-use crate::prompt_keys::{Embeds, Media};
+use crate::prompt_keys;
 
 /// Maximum elements of a query.
 pub(super) const MAX_TOKEN_IDS: usize = 4_194_304;
@@ -206,10 +207,10 @@ pub(super) struct Query {
     pub cache_salt: Option<String>,
     #[serde(alias = "additionalsalt")]
     pub additional_salt: Option<String>,
-    #[serde(default)]
-    pub mm: Media,
-    #[serde(default)]
-    pub embeds: Embeds,
+    #[serde(default, deserialize_with = "prompt_keys::media")]
+    pub mm: Vec<MediaItem>,
+    #[serde(default, deserialize_with = "prompt_keys::embeds")]
+    pub embeds: Vec<Vec<u8>>,
 }
 
 impl Query {

@@ -276,8 +276,8 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
             let keys = NameKeys {
                 lora: lora_name.map(|name| (name, path)),
                 cache_salt,
-                media: &request.mm.0,
-                embeds: &request.embeds.0,
+                media: &request.mm,
+                embeds: &request.embeds,
             };
             Ok(selector.prompt(&tokens.0, &keys))
         }

@@ -6,13 +6,14 @@ use std::net::IpAddr;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{EventSpec, WorkerState};
+use kvflash_core::hash::engine::MediaItem;
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::EngineMetrics;
 use kvflash_core::select::{Report, RouteOverride, Share, Usage};
 use serde::{Deserialize, Serialize};
 
 use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};
-use super::super::prompt_keys::{Embeds, Media};
+use super::super::prompt_keys;
 use crate::Reject;
 use crate::worker_allow::WorkerAllow;
 
@@ -158,11 +159,11 @@ pub(super) struct Choose {
     pub lora_path: Option<String>,
     pub cache_salt: Option<String>,
     /// Multimodal items of `token_ids`.
-    #[serde(default)]
-    pub mm: Media,
+    #[serde(default, deserialize_with = "prompt_keys::media")]
+    pub mm: Vec<MediaItem>,
     /// Digests of the prompt's embeddings, one per hash block.
-    #[serde(default)]
-    pub embeds: Embeds,
+    #[serde(default, deserialize_with = "prompt_keys::embeds")]
+    pub embeds: Vec<Vec<u8>>,
     #[serde(alias = "overrides")]
     pub router_config_override: Option<RouteOverride>,
     pub allowed_worker_ids: Option<Vec<InstanceId>>,
