@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use kvflash_core::catalog::{Catalog, ModelIndex, PromptNames, Reuse};
 use kvflash_core::error::Result;
 use kvflash_core::hash::engine::NameKeys;
-use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::ids::Worker;
 use kvflash_core::index::{self, Matches};
 
 use super::form::Form;
@@ -125,33 +125,27 @@ fn merge(
 
 fn write(rows: &[Row], frequencies: &[u32], form: Form) -> Vec<u8> {
     let out = Vec::with_capacity(64 + rows.len() * BYTES_PER_WORKER + frequencies.len() * 6);
-    match form {
-        Form::Json => write_with(JsonPen(out), rows, frequencies),
-        Form::Msgpack => write_with(MsgpackPen(out), rows, frequencies),
-    }
-}
-
-fn write_with<P: Pen>(mut pen: P, rows: &[Row], frequencies: &[u32]) -> Vec<u8> {
+    let mut pen = Pen { out, form };
     let instances = || rows.chunk_by(|a, b| a.worker.instance_id == b.worker.instance_id);
     let count = instances().count();
     pen.open_map(3);
     pen.key("scores");
     pen.open_map(count);
     for ranks in instances() {
-        pen.number_key(instance_of(ranks));
+        pen.key(itoa::Buffer::new().format(ranks[0].worker.instance_id));
         write_ranks(&mut pen, ranks);
     }
-    pen.close_map();
+    pen.close(b'}');
     pen.key("frequencies");
     pen.open_list(frequencies.len());
     frequencies.iter().for_each(|workers| pen.number(u64::from(*workers)));
-    pen.close_list();
+    pen.close(b']');
     pen.key("instances");
     pen.open_map(count);
     for ranks in instances() {
         let best = |count: fn(&Row) -> u64| ranks.iter().map(count).max().unwrap_or(0);
         let (gpu, cpu, disk) = (best(|row| row.gpu), best(|row| row.cpu), best(|row| row.disk));
-        pen.number_key(instance_of(ranks));
+        pen.key(itoa::Buffer::new().format(ranks[0].worker.instance_id));
         pen.open_map(5);
         pen.key("longest_matched");
         pen.number(gpu.max(cpu).max(disk));
@@ -163,113 +157,80 @@ fn write_with<P: Pen>(mut pen: P, rows: &[Row], frequencies: &[u32]) -> Vec<u8> 
         pen.number(cpu);
         pen.key("disk");
         pen.number(disk);
-        pen.close_map();
+        pen.close(b'}');
     }
-    pen.close_map();
-    pen.close_map();
-    pen.done()
+    pen.close(b'}');
+    pen.close(b'}');
+    pen.out
 }
 
-fn instance_of(ranks: &[Row]) -> InstanceId {
-    ranks.first().map_or(0, |row| row.worker.instance_id)
-}
-
-fn write_ranks(pen: &mut impl Pen, ranks: &[Row]) {
+fn write_ranks(pen: &mut Pen, ranks: &[Row]) {
     pen.open_map(ranks.len());
     for row in ranks {
-        pen.number_key(u64::from(row.worker.dp_rank));
+        pen.key(itoa::Buffer::new().format(row.worker.dp_rank));
         pen.number(row.gpu);
     }
-    pen.close_map();
+    pen.close(b'}');
 }
 
 /// Writes a response. Keys are strings in both formats, because not every msgpack reader accepts
-/// others.
-trait Pen {
-    fn open_map(&mut self, len: usize);
-    fn close_map(&mut self);
-    fn open_list(&mut self, len: usize);
-    fn close_list(&mut self);
-    fn key(&mut self, key: &str);
-    fn number(&mut self, number: u64);
-    fn done(self) -> Vec<u8>;
-
-    fn number_key(&mut self, number: u64) {
-        self.key(itoa::Buffer::new().format(number));
-    }
+/// others; they are names of fields and digits, so nothing needs escaping.
+///
+/// Writing to a Vec can't fail, and no response has 2^32 entries.
+struct Pen {
+    out: Vec<u8>,
+    form: Form,
 }
 
-/// Keys are names of fields and digits, so nothing needs escaping.
-struct JsonPen(Vec<u8>);
-
-impl JsonPen {
-    fn separate(&mut self) {
-        if !matches!(self.0.last(), None | Some(b'{' | b'[' | b':')) {
-            self.0.push(b',');
+impl Pen {
+    fn open_map(&mut self, len: usize) {
+        match self.form {
+            Form::Json => self.out.push(b'{'),
+            Form::Msgpack => _ = rmp::encode::write_map_len(&mut self.out, len as u32),
         }
     }
-}
-
-impl Pen for JsonPen {
-    fn open_map(&mut self, _len: usize) {
-        self.0.push(b'{');
-    }
-
-    fn close_map(&mut self) {
-        self.0.push(b'}');
-    }
-
-    fn open_list(&mut self, _len: usize) {
-        self.0.push(b'[');
-    }
-
-    fn close_list(&mut self) {
-        self.0.push(b']');
-    }
-
-    fn key(&mut self, key: &str) {
-        self.separate();
-        self.0.push(b'"');
-        self.0.extend_from_slice(key.as_bytes());
-        self.0.extend_from_slice(b"\":");
-    }
-
-    fn number(&mut self, number: u64) {
-        self.separate();
-        self.0.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
-    }
-
-    fn done(self) -> Vec<u8> {
-        self.0
-    }
-}
-
-/// Writing to a Vec can't fail, and no response has 2^32 entries.
-struct MsgpackPen(Vec<u8>);
-
-impl Pen for MsgpackPen {
-    fn open_map(&mut self, len: usize) {
-        let _ = rmp::encode::write_map_len(&mut self.0, len as u32);
-    }
-
-    fn close_map(&mut self) {}
 
     fn open_list(&mut self, len: usize) {
-        let _ = rmp::encode::write_array_len(&mut self.0, len as u32);
+        match self.form {
+            Form::Json => self.out.push(b'['),
+            Form::Msgpack => _ = rmp::encode::write_array_len(&mut self.out, len as u32),
+        }
     }
 
-    fn close_list(&mut self) {}
+    /// Ends a map or a list; in msgpack, its length does.
+    fn close(&mut self, end: u8) {
+        if self.form == Form::Json {
+            self.out.push(end);
+        }
+    }
+
+    /// Begins an entry of JSON.
+    fn separate(&mut self) {
+        if !matches!(self.out.last(), None | Some(b'{' | b'[' | b':')) {
+            self.out.push(b',');
+        }
+    }
 
     fn key(&mut self, key: &str) {
-        let _ = rmp::encode::write_str(&mut self.0, key);
+        match self.form {
+            Form::Json => {
+                self.separate();
+                self.out.push(b'"');
+                self.out.extend_from_slice(key.as_bytes());
+                self.out.extend_from_slice(b"\":");
+            }
+            Form::Msgpack => _ = rmp::encode::write_str(&mut self.out, key),
+        }
     }
 
     fn number(&mut self, number: u64) {
-        let _ = rmp::encode::write_uint(&mut self.0, number);
-    }
-
-    fn done(self) -> Vec<u8> {
-        self.0
+        match self.form {
+            Form::Json => {
+                self.separate();
+                self.out.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+            }
+            Form::Msgpack => _ = rmp::encode::write_uint(&mut self.out, number),
+        }
     }
 }
 
