@@ -465,12 +465,12 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::Caller;
     use crate::frontend::FrontendOptions;
     use crate::frontend::engine::EngineNotes;
     use crate::gateway::api::Row;
     use crate::gateway::body::{Body, MAX_VALUES};
     use crate::gateway::call::Head;
-    use crate::{Caller, Shutdown};
 
     fn known(features: &Value) -> Option<Known> {
         let answer =
@@ -496,8 +496,7 @@ mod tests {
     #[test]
     fn a_conversation_of_millions_of_values_is_refused_whatever_they_weigh() {
         let (catalog, clock) = (Arc::default(), Arc::new(ManualClock::default()));
-        let app =
-            App::new(FrontendOptions::default(), catalog, clock, Shutdown::default()).unwrap();
+        let app = App::new(FrontendOptions::default(), catalog, clock).unwrap();
         let engine = app.fleet.add("http://127.0.0.1:9".parse().unwrap()).unwrap();
         let models = vec![("m".to_owned(), None)];
         app.fleet.learned(&engine, EngineNotes { models, ..EngineNotes::default() }).unwrap();
