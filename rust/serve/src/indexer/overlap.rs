@@ -125,111 +125,114 @@ fn merge(
 
 fn write(rows: &[Row], frequencies: &[u32], form: Form) -> Vec<u8> {
     let out = Vec::with_capacity(64 + rows.len() * BYTES_PER_WORKER + frequencies.len() * 6);
-    let mut pen = Pen { out, form };
-    let instances = || rows.chunk_by(|a, b| a.worker.instance_id == b.worker.instance_id);
-    let count = instances().count();
-    pen.open_map(3);
-    pen.key("scores");
-    pen.open_map(count);
-    for ranks in instances() {
-        pen.key(itoa::Buffer::new().format(ranks[0].worker.instance_id));
-        write_ranks(&mut pen, ranks);
+    match form {
+        Form::Json => Pen::<true>(out).write(rows, frequencies),
+        Form::Msgpack => Pen::<false>(out).write(rows, frequencies),
     }
-    pen.close(b'}');
-    pen.key("frequencies");
-    pen.open_list(frequencies.len());
-    frequencies.iter().for_each(|workers| pen.number(u64::from(*workers)));
-    pen.close(b']');
-    pen.key("instances");
-    pen.open_map(count);
-    for ranks in instances() {
-        let best = |count: fn(&Row) -> u64| ranks.iter().map(count).max().unwrap_or(0);
-        let (gpu, cpu, disk) = (best(|row| row.gpu), best(|row| row.cpu), best(|row| row.disk));
-        pen.key(itoa::Buffer::new().format(ranks[0].worker.instance_id));
-        pen.open_map(5);
-        pen.key("longest_matched");
-        pen.number(gpu.max(cpu).max(disk));
-        pen.key("gpu");
-        pen.number(gpu);
-        pen.key("dp");
-        write_ranks(&mut pen, ranks);
-        pen.key("cpu");
-        pen.number(cpu);
-        pen.key("disk");
-        pen.number(disk);
-        pen.close(b'}');
-    }
-    pen.close(b'}');
-    pen.close(b'}');
-    pen.out
-}
-
-fn write_ranks(pen: &mut Pen, ranks: &[Row]) {
-    pen.open_map(ranks.len());
-    for row in ranks {
-        pen.key(itoa::Buffer::new().format(row.worker.dp_rank));
-        pen.number(row.gpu);
-    }
-    pen.close(b'}');
 }
 
 /// Writes a response. Keys are strings in both formats, because not every msgpack reader accepts
 /// others; they are names of fields and digits, so nothing needs escaping.
 ///
 /// Writing to a Vec can't fail, and no response has 2^32 entries.
-struct Pen {
-    out: Vec<u8>,
-    form: Form,
-}
+struct Pen<const IS_JSON: bool>(Vec<u8>);
 
-impl Pen {
+impl<const IS_JSON: bool> Pen<IS_JSON> {
+    fn write(mut self, rows: &[Row], frequencies: &[u32]) -> Vec<u8> {
+        let instances = || rows.chunk_by(|a, b| a.worker.instance_id == b.worker.instance_id);
+        let count = instances().count();
+        self.open_map(3);
+        self.key("scores");
+        self.open_map(count);
+        for ranks in instances() {
+            self.key(itoa::Buffer::new().format(ranks[0].worker.instance_id));
+            self.ranks(ranks);
+        }
+        self.close(b'}');
+        self.key("frequencies");
+        self.open_list(frequencies.len());
+        frequencies.iter().for_each(|workers| self.number(u64::from(*workers)));
+        self.close(b']');
+        self.key("instances");
+        self.open_map(count);
+        for ranks in instances() {
+            let best = |count: fn(&Row) -> u64| ranks.iter().map(count).max().unwrap_or(0);
+            let (gpu, cpu, disk) = (best(|row| row.gpu), best(|row| row.cpu), best(|row| row.disk));
+            self.key(itoa::Buffer::new().format(ranks[0].worker.instance_id));
+            self.open_map(5);
+            self.key("longest_matched");
+            self.number(gpu.max(cpu).max(disk));
+            self.key("gpu");
+            self.number(gpu);
+            self.key("dp");
+            self.ranks(ranks);
+            self.key("cpu");
+            self.number(cpu);
+            self.key("disk");
+            self.number(disk);
+            self.close(b'}');
+        }
+        self.close(b'}');
+        self.close(b'}');
+        self.0
+    }
+
+    fn ranks(&mut self, ranks: &[Row]) {
+        self.open_map(ranks.len());
+        for row in ranks {
+            self.key(itoa::Buffer::new().format(row.worker.dp_rank));
+            self.number(row.gpu);
+        }
+        self.close(b'}');
+    }
+
     fn open_map(&mut self, len: usize) {
-        match self.form {
-            Form::Json => self.out.push(b'{'),
-            Form::Msgpack => _ = rmp::encode::write_map_len(&mut self.out, len as u32),
+        match IS_JSON {
+            true => self.0.push(b'{'),
+            false => _ = rmp::encode::write_map_len(&mut self.0, len as u32),
         }
     }
 
     fn open_list(&mut self, len: usize) {
-        match self.form {
-            Form::Json => self.out.push(b'['),
-            Form::Msgpack => _ = rmp::encode::write_array_len(&mut self.out, len as u32),
+        match IS_JSON {
+            true => self.0.push(b'['),
+            false => _ = rmp::encode::write_array_len(&mut self.0, len as u32),
         }
     }
 
     /// Ends a map or a list; in msgpack, its length does.
     fn close(&mut self, end: u8) {
-        if self.form == Form::Json {
-            self.out.push(end);
+        if IS_JSON {
+            self.0.push(end);
         }
     }
 
     /// Begins an entry of JSON.
     fn separate(&mut self) {
-        if !matches!(self.out.last(), None | Some(b'{' | b'[' | b':')) {
-            self.out.push(b',');
+        if !matches!(self.0.last(), None | Some(b'{' | b'[' | b':')) {
+            self.0.push(b',');
         }
     }
 
     fn key(&mut self, key: &str) {
-        match self.form {
-            Form::Json => {
+        match IS_JSON {
+            true => {
                 self.separate();
-                self.out.push(b'"');
-                self.out.extend_from_slice(key.as_bytes());
-                self.out.extend_from_slice(b"\":");
+                self.0.push(b'"');
+                self.0.extend_from_slice(key.as_bytes());
+                self.0.extend_from_slice(b"\":");
             }
-            Form::Msgpack => _ = rmp::encode::write_str(&mut self.out, key),
+            false => _ = rmp::encode::write_str(&mut self.0, key),
         }
     }
 
     fn number(&mut self, number: u64) {
-        match self.form {
-            Form::Json => {
+        match IS_JSON {
+            true => {
                 self.separate();
-                self.out.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+                self.0.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
             }
-            Form::Msgpack => _ = rmp::encode::write_uint(&mut self.out, number),
+            false => _ = rmp::encode::write_uint(&mut self.0, number),
         }
     }
 }
