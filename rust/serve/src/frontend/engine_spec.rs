@@ -56,7 +56,7 @@ pub(crate) fn bearer(name: &str, key: &str) -> Result<HeaderValue> {
 }
 
 /// An engine as its operator names it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineSpec {
     /// Base address, `http://host:port`.
     pub url: String,
@@ -78,6 +78,23 @@ pub struct EngineSpec {
     pub key: WorkerKey,
 }
 
+impl Default for EngineSpec {
+    /// A decode worker with one rank, of which nothing else is known.
+    fn default() -> Self {
+        Self {
+            url: String::new(),
+            events: None,
+            replay: None,
+            instance_id: None,
+            dp_size: 1,
+            is_prefill: false,
+            tokenizer: None,
+            registrant: None,
+            key: WorkerKey::default(),
+        }
+    }
+}
+
 impl FromStr for EngineSpec {
     type Err = Error;
 
@@ -86,7 +103,7 @@ impl FromStr for EngineSpec {
         let shown = without_login(text);
         let mut parts = text.split(',');
         let url = parts.next().unwrap_or_default().trim().to_owned();
-        let mut spec = Self { url, dp_size: 1, ..Self::default() };
+        let mut spec = Self { url, ..Self::default() };
         for part in parts {
             let (key, value) = part.split_once('=').ok_or_else(|| {
                 Error::Config(format!("--worker {shown:?}: {part:?} is not key=value"))
