@@ -125,6 +125,7 @@ impl Call {
         envelope: &Envelope<'_>,
     ) -> Result<Self, Reject> {
         let row = row.unwrap_or_else(|| Row::of_fields(envelope.messages.is_some()));
+        body.check_values(|name| name == "nvext")?;
         let nvext = Nvext::parse(envelope.nvext)?;
         let own = cache_use(row.api, body);
         let reads_cache = envelope.reads_cache() && own.reads;

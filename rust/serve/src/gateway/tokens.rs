@@ -257,10 +257,14 @@ pub(super) fn check_length(app: &App, call: &Call, pool: &Pool) -> Result<usize,
     }
     let (limit, why) = length_limit(app, pool);
     let (what, fields) = prompt_fields(call.api());
-    if matches!(call.api(), Api::Chat | Api::Responses | Api::Messages) {
-        let checked = call.body.check_values(|name| fields.contains(&name));
-        checked.map_err(|reject| Error::invalid(reject.message))?;
-    }
+    let checked = match call.api() {
+        Api::Chat => call.body.check_values(|name| fields.contains(&name)),
+        // Other fields than the prompt's are read, too, to make a chat of it.
+        Api::Responses | Api::Messages => call.body.check_values(|_| true),
+        Api::Tokens => call.body.check_values(|name| name == "features"),
+        Api::Completions | Api::Generate | Api::Unmatched => Ok(()),
+    };
+    checked.map_err(|reject| Error::invalid(reject.message))?;
     let bytes = call.body.weight(fields);
     if bytes > limit {
         return Err(Error::invalid(format!(
@@ -508,7 +512,10 @@ mod tests {
         for (path, field) in [
             ("/v1/chat/completions", "messages"),
             ("/v1/messages", "messages"),
+            ("/v1/messages", "chat_template_kwargs"),
             ("/v1/responses", "input"),
+            ("/v1/responses", "tool_choice"),
+            ("/inference/v1/generate", "features"),
         ] {
             let row = Row::of(path).unwrap();
             let body = Body::parse(format!(r#"{{"model": "m", "{field}": {turn}}}"#).into());
@@ -517,7 +524,6 @@ mod tests {
             let head = Head { uri, headers, address: None, caller: Caller::default() };
             let envelope = body.read().unwrap();
             let call = Call::new(Some(row), head, "r".into(), &body, &envelope).unwrap();
-            assert!(body.weight(&[field]) < 1_000, "{path}");
             let error = check_length(&app, &call, pool).unwrap_err().to_string();
             assert!(error.contains(&format!("{field}: it has ")), "{path}: {error}");
         }
