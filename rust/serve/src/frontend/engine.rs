@@ -152,8 +152,7 @@ impl Engine {
     /// byte also go to other workers.
     pub fn check_failed(&self, why: &str, status: Option<u16>) {
         let was_healthy = self.is_healthy();
-        self.failed(why);
-        self.notes.lock().last_status = status;
+        self.failed_with(why, status);
         if was_healthy || self.in_doubt.swap(false, Ordering::Relaxed) {
             self.unwell.notify_waiters();
         }
@@ -184,10 +183,11 @@ impl Engine {
     /// Records that the engine was unreachable or misbehaved; it gets no requests until a check
     /// passes.
     pub fn failed(&self, why: &str) {
-        let mut notes = self.notes.lock();
-        let before = notes.last_error.replace(why.to_owned());
-        notes.last_status = None;
-        drop(notes);
+        self.failed_with(why, None);
+    }
+
+    fn failed_with(&self, why: &str, status: Option<u16>) {
+        let before = self.notes.lock().fail(why, status);
         self.failures.fetch_add(1, Ordering::Relaxed);
         if self.healthy.swap(false, Ordering::Relaxed) {
             self.in_doubt.store(true, Ordering::Relaxed);
@@ -236,6 +236,12 @@ pub(crate) struct EngineNotes {
 }
 
 impl EngineNotes {
+    /// Sets the last error and the status that is its cause; returns the error before it.
+    pub fn fail(&mut self, why: impl ToString, status: Option<u16>) -> Option<String> {
+        self.last_status = status;
+        self.last_error.replace(why.to_string())
+    }
+
     /// The last error, or else what is wrong with its card and events.
     pub fn error(&self) -> Option<String> {
         let faults = || self.faults.values().map(String::as_str).collect::<Vec<_>>().join("; ");

@@ -119,7 +119,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>) {
                         Err(error) if !serves && engine.is_healthy() => {
                             engine.failed(&error.to_string());
                         }
-                        Err(error) => engine.notes.lock().last_error = Some(error.to_string()),
+                        Err(error) => drop(engine.notes.lock().fail(error, None)),
                     }
                     inspect(&app, &engine).await;
                     parity::compare_if_due(&app, &engine);
@@ -164,7 +164,7 @@ fn has_other_ranks(app: &Arc<App>, engine: &Engine, notes: &EngineNotes) -> bool
     let (id, note) = (engine.id, &server.note);
     if engine.spec.dp_size == 1 && server.dp_size > 1 && !server.events.is_empty() {
         if let Err(error) = app.fleet.check_room(server.dp_size - 1, engine.spec.registrant) {
-            engine.notes.lock().last_error = Some(format!("{note}: {error}"));
+            engine.notes.lock().fail(format!("{note}: {error}"), None);
             return false;
         }
         tracing::warn!(
