@@ -90,16 +90,11 @@ impl Topic {
                               events are enabled there";
         match self {
             Self::Cluster => {
-                "start what the message names, or open the way to it from the service's host"
+                "start or correct what the message names, or open the way to it from the service's host"
             }
-            Self::StateFile => {
-                "let the service's user write the file and its folder, free space there, and register again what \
-                 the message names"
-            }
+            Self::StateFile => "make the file writable, or correct what the message names",
             Self::Policy => "correct what the message names; the log has its errors",
-            Self::Keys => {
-                "kvflash keys list --keys-file FILE names the line that is wrong; correct it"
-            }
+            Self::Keys => "correct the file that the message names; the log says what is wrong",
             Self::RemoteIndexer => {
                 "run kvflash doctor on the indexer, too, and correct --use-remote-indexer"
             }
@@ -195,6 +190,13 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn each_code_of_the_index_has_a_fix() {
+        for code in Code::ALL {
+            assert!(!Topic::from(code).fix().is_empty(), "{code}");
+        }
+    }
 
     #[test]
     fn codes_are_words() {

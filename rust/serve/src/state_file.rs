@@ -100,7 +100,7 @@ impl Registrations {
         state.try_again(&mut inner);
         let trouble = if let Some(error) = &inner.fault {
             format!(
-                "cannot be written, so changes of the workers are lost at a restart: {error}; each GET /health tries again"
+                "cannot be written, so changes of the workers are lost at a restart: {error}; GET /health tries again"
             )
         } else {
             let (key, why) = inner.refused.first_key_value()?;
