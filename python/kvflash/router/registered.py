@@ -45,5 +45,6 @@ class RegisteredWorkers(Background):
 
     async def _poll(self) -> None:
         while True:
-            self._look()
+            # It looks through the other replicas' requests for each worker that joins.
+            await asyncio.to_thread(self._look)
             await asyncio.sleep(INTERVAL_S)
