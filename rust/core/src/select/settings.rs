@@ -227,7 +227,7 @@ settings! {
         ///
         /// See [cost of kv](routing.md#cost-of-kv)
         log_decisions: bool = false, (), "--log-decisions";
-        /// Refuse requests until this many workers have been healthy at once
+        /// Refuse requests until this many workers were healthy (router: registered) at once
         ///
         /// Until then the service refuses requests with 503
         min_initial_workers: usize = 0, 0..=65_535,
