@@ -450,7 +450,7 @@ mod tests {
         let body = axum::body::Body::from_stream(stream::iter(pieces.map(Ok::<_, io::Error>)));
         let reject = intake.whole(body).await.unwrap_err();
         let message = &reject.message;
-        assert!(message.contains("were read for 60 s (--body-timeout)"), "{message}");
+        assert!(message.contains("the body waited 60 s (--body-timeout)"), "{message}");
         assert_eq!((reject.status.as_u16(), reject.retry_after_s), (429, Some(1)));
     }
 }

@@ -119,7 +119,7 @@ def test_a_kept_response_is_found_and_deleted(client: openai.OpenAI) -> None:
         client.responses.delete(made.id)
         with pytest.raises(library("openai").NotFoundError, match="not found"):
             client.responses.retrieve(made.id)
-    with pytest.raises(library("openai").NotFoundError, match="no worker's name"):
+    with pytest.raises(library("openai").NotFoundError, match="it names no worker"):
         client.responses.retrieve("resp_unknown")
 
 

@@ -105,7 +105,7 @@ def test_addresses_of_etcd_are_https_where_there_are_certificates(tmp_path: Path
     settings = EtcdSettings.from_env({"ETCD_AUTH_CA": str(ca), "ETCD_ENDPOINTS": "a:1,https://b/"})
     assert settings.urls() == ["https://a:1", "https://b"]
     assert EtcdSettings().urls(" c:2 ,, http://d") == ["http://c:2", "http://d"]
-    with pytest.raises(ConfigError, match="ETCD_ENDPOINTS names http://c:2, which is not https"):
+    with pytest.raises(ConfigError, match="ETCD_ENDPOINTS names http://c:2, but ETCD_AUTH_CA"):
         settings.urls("http://c:2")
     with pytest.raises(ConfigError, match="ETCD_ENDPOINTS must name an address"):
         settings.urls(" , ")

@@ -227,7 +227,7 @@ fn an_id_that_was_replaced_is_not_said_to_be_unrouted() {
     let (app, _) = frontend(1);
     let why = |bytes: usize| admin::tell_why(&app, &"i".repeat(bytes)).unwrap_err().message;
     assert!(why(256).contains("it was not routed here"));
-    assert!(why(257).contains("kvflash gave the request another one"));
+    assert!(why(257).contains("kvflash replaced this longer one"));
 }
 
 /// A frontend that routes by events, with two workers.

@@ -322,8 +322,8 @@ mod tests {
             assert_eq!(form, Form::OpenAi, "{path}");
         }
         for (path, wanted) in [
-            ("/v1/models", "; it takes those to /v1/chat/completions, /v1/completions, "),
-            ("/v1/responses/resp_1", "; it takes those to "),
+            ("/v1/models", "; it supports /v1/chat/completions, /v1/completions, "),
+            ("/v1/responses/resp_1", "; it supports "),
             ("/completions", "; did you mean /v1/completions?"),
             ("/v1/embedding", "; did you mean /v1/embeddings?"),
         ] {
