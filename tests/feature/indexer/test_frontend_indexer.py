@@ -102,4 +102,4 @@ def test_an_indexer_is_found_nowhere_without_discovery() -> None:
         assert process.popen.wait(30) == 2
     finally:
         process.close()
-    assert "--use-remote-indexer without a URL finds the indexer in discovery" in "".join(process.errors)
+    assert "without a URL finds the indexer in discovery" in "".join(process.errors)

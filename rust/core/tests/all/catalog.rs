@@ -333,6 +333,7 @@ fn a_dump_s_blocks_stay_in_their_model() {
     // No number of a batch is the mark of a replay's end, wherever the stream may be.
     let publisher = register(&catalog, 8, 0);
     assert_eq!(publisher.live(u64::MAX, &OF_RANK_1), FrameOutcome::Applied);
+    assert_eq!(publisher.view().last_sequence, None, "it was dropped");
     assert_eq!(publisher.live(5, &OF_RANK_1), FrameOutcome::Applied);
     assert_eq!(publisher.view().last_sequence, Some(5));
 }
