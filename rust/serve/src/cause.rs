@@ -84,7 +84,7 @@ pub(crate) enum Topic {
 }
 
 impl Topic {
-    /// The next step for whoever reads the warning.
+    /// The next step of the reader.
     pub fn fix(self) -> &'static str {
         const SILENT: &str = "check that events= is the endpoint of the engine's --kv-events-config, and that \
                               events are enabled there";

@@ -147,7 +147,7 @@ def test_a_certificate_stands_for_a_key(tmp_path: Path, authority: Authority) ->
                          "--certificate"]) == 0  # fmt: skip
     tls = ["--host", "127.0.0.1", "--port", "0", "--tls-cert-path", cert, "--tls-key-path", key]
     flags = [*tls, "--keys-file", str(keys)]
-    with pytest.raises(ConfigError, match="--tls-client-ca-path is not given"):
+    with pytest.raises(ConfigError, match="--tls-client-ca-path is not set"):
         IndexerService(indexer_args(flags))
     with IndexerService(indexer_args([*flags, "--tls-client-ca-path", authority.ca])) as indexer:
 

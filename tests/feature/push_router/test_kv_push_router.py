@@ -523,7 +523,9 @@ def test_the_manual_says_which_methods_are_coroutines() -> None:
         if callable(method) and not inspect.iscoroutinefunction(method)
     }  # fmt: skip
     manual = (Path(__file__).parents[3] / "docs/routing.md").read_text()
-    (said,) = re.findall(r"Await every method, except ([^,]+(?:, [^,]+)*), which return", manual)
+    (said,) = re.findall(
+        r"All methods are coroutines except ([^,]+(?:, [^,]+)*), which\s+return", manual
+    )
     assert set(re.findall(r"`(\w+)`", said)) == plain
     assert len(methods) > len(plain) > 3
 

@@ -259,7 +259,7 @@ def test_a_request_larger_than_a_frame_is_refused_and_nobody_in_doubt() -> None:
     limit = ("--max-body-bytes", "100000000")
     worker = FakeWorker(24, model_input="text", tokenizer=None)
     with EmbeddedFrontend(*limit) as frontend, workers(frontend, worker):
-        answer = ask(frontend.url, CHAT, chat(x_numbers=[0.1] * 3_800_000))
+        answer = ask(frontend.url, CHAT, chat(**{f"x_{n}": [0.1] * 950_000 for n in range(4)}))
         assert answer.status == 413
         assert "33554432" in answer.json["error"]["message"]
         assert worker.received == [] and frontend.workers()[24]["healthy"]
