@@ -248,11 +248,7 @@ impl Service<Uri> for Connector {
             let connector = TlsConnector::from(config.config()?.current());
             let encrypted = tokio::time::timeout(limit, connector.connect(name, stream)).await;
             let stream = encrypted.map_err(|_| "the TLS handshake took too long")?;
-            let stream = stream.map_err(|error| match is_ca_itself(&error) {
-                true => CA_ITSELF.into(),
-                false => AnyError::from(error),
-            })?;
-            opened(Box::new(stream))
+            opened(Box::new(stream.map_err(explained)?))
         })
     }
 }
@@ -261,14 +257,20 @@ impl Service<Uri> for Connector {
 const CA_ITSELF: &str = "its certificate is that of a CA (CA:TRUE, as openssl req -x509 makes them) and not of a \
                          server: make one with -addext basicConstraints=critical,CA:FALSE";
 
-/// Whether the server showed the certificate of a CA.
-fn is_ca_itself(error: &std::io::Error) -> bool {
-    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
-    let Some(rustls::Error::InvalidCertificate(rustls::CertificateError::Other(other))) = inner
-    else {
-        return false;
-    };
-    other.0.downcast_ref() == Some(&webpki::Error::CaUsedAsEndEntity)
+/// The error of a handshake, with its cause where rustls names none that a reader understands.
+fn explained(error: io::Error) -> AnyError {
+    use rustls::{CertificateError, Error, InvalidMessage};
+    match error.get_ref().and_then(|inner| inner.downcast_ref()) {
+        Some(Error::InvalidCertificate(CertificateError::Other(other)))
+            if other.0.downcast_ref() == Some(&webpki::Error::CaUsedAsEndEntity) =>
+        {
+            CA_ITSELF.into()
+        }
+        Some(Error::InvalidMessage(InvalidMessage::InvalidContentType)) => {
+            format!("{error}: the port does not speak TLS; its URL begins with http://").into()
+        }
+        _ => error.into(),
+    }
 }
 
 /// The host of a URL, an IPv6 address without its brackets.
@@ -308,10 +310,6 @@ pub(crate) fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
     while let Some(inner) = source {
         text = format!("{text}: {inner}");
         source = inner.source();
-    }
-    // What rustls says of an answer in plain HTTP.
-    if text.ends_with("InvalidContentType") {
-        text.push_str(": the port does not speak TLS; its URL begins with http://");
     }
     text
 }
