@@ -2,7 +2,8 @@
 
 use std::fmt::Display;
 
-use kvflash_core::catalog::Code;
+use kvflash_core::catalog::{Code, Reason};
+use kvflash_core::ids::Worker;
 use parking_lot::RwLock;
 use serde::Serialize;
 
@@ -158,6 +159,12 @@ impl Warning {
     pub fn of(worker: impl Display, code: impl Into<Topic>, what: impl Display) -> Self {
         let (code, message) = (code.into(), format!("worker {worker}: {what}"));
         Self { code, worker: Some(worker.to_string()), message, fix: code.fix() }
+    }
+
+    /// Of a publisher, for a reason of its trust.
+    pub fn of_trust(worker: Worker, reason: &Reason) -> Self {
+        let warning = Self::of(worker, Topic::Reason(reason.code), &reason.message);
+        Self { fix: reason.fix, ..warning }
     }
 
     /// Those that a frontend and a router have in common.

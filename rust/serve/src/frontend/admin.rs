@@ -268,10 +268,7 @@ fn warnings(
         }
         // Batches from before the first one received are lost, too, but no block is credited wrongly.
         let lost = trust.reasons.iter().filter(|reason| reason.code == Code::LostBatches.name());
-        warnings.extend(lost.map(|lost| {
-            let warning = Warning::of(worker, Code::LostBatches, &lost.message);
-            Warning { fix: lost.fix, ..warning }
-        }));
+        warnings.extend(lost.map(|lost| Warning::of_trust(worker, lost)));
         if let Some(error) = view.last_error {
             let what = format!("events at {}: {error}", view.endpoint);
             warnings.push(Warning::of(worker, Topic::EventSocket, what));

@@ -164,10 +164,8 @@ pub(super) fn warnings(app: &App) -> Vec<Warning> {
     }
     if routing.uses_events() {
         for Report { view, trust, .. } in catalog.reports(|_| true) {
-            warnings.extend(trust.reasons.iter().map(|reason| {
-                let warning = Warning::of(view.worker, Topic::Reason(reason.code), &reason.message);
-                Warning { fix: reason.fix, ..warning }
-            }));
+            let of = |reason| Warning::of_trust(view.worker, reason);
+            warnings.extend(trust.reasons.iter().map(of));
         }
     }
     warnings
