@@ -524,6 +524,9 @@ mod tests {
             let head = Head { uri, headers, address: None, caller: Caller::default() };
             let envelope = body.read().unwrap();
             let call = Call::new(Some(row), head, "r".into(), &body, &envelope).unwrap();
+            if prompt_fields(call.api()).1.contains(&field) {
+                assert!(body.weight(&[field]) < 1_000, "{path}");
+            }
             let error = check_length(&app, &call, pool).unwrap_err().to_string();
             assert!(error.contains(&format!("{field}: it has ")), "{path}: {error}");
         }
