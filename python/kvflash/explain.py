@@ -56,7 +56,7 @@ def _flags() -> Flags:
     flags = Flags(
         "explain",
         "Show which worker would get a prompt and what it would cost on every worker (POST "
-        "/explain, which sends and books nothing), or why a past request went to its worker "
+        "/explain, which neither sends nor books it), or why a past request went to its worker "
         "(GET /why).",
         has_variables=False,
     )
