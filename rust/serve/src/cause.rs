@@ -87,8 +87,6 @@ pub(crate) enum Topic {
 impl Topic {
     /// The next step of the reader.
     pub fn fix(self) -> &'static str {
-        const SILENT: &str = "check that events= is the endpoint of the engine's --kv-events-config, and that \
-                              events are enabled there";
         match self {
             Self::Cluster => {
                 "start or correct what the message names, or open the way to it from the service's host"
@@ -126,7 +124,10 @@ impl Topic {
             Self::EventsNotGiven => "give the worker events=tcp://HOST:PORT",
             Self::EventsNotAnnounced => "enable KV events in that worker, or set --no-kv-events",
             Self::EventsNeedBroker => "start the frontend with --event-plane nats",
-            Self::NothingPublished | Self::EventSocket => SILENT,
+            Self::NothingPublished | Self::EventSocket => {
+                "check that events= is the endpoint of the engine's --kv-events-config, and that events are enabled \
+                 there"
+            }
             Self::Reason(name) => Code::from_name(name).map_or("", |code| code.fix(true)),
         }
     }

@@ -91,8 +91,6 @@ impl Code {
 
     /// The next step, of a publisher with a replay endpoint or without one.
     pub const fn fix(self, has_replay: bool) -> &'static str {
-        const FORGET: &str = "to correct this at once, clear the engine's cache (vLLM in dev mode: POST \
-                              /reset_prefix_cache) or restart it";
         match self {
             Self::Failed => {
                 "correct the fault that the message names, and register the worker again"
@@ -164,7 +162,10 @@ impl Code {
             Self::EvictedByLimit => {
                 "raise --index-memory, or run more indexers with fewer engines each"
             }
-            Self::OverCapacity => FORGET,
+            Self::OverCapacity => {
+                "to correct this at once, clear the engine's cache (vLLM in dev mode: POST /reset_prefix_cache) or \
+                 restart it"
+            }
             Self::SharedSocket => {
                 "if the engine came back under another id, remove the old one (indexer: POST /unregister; frontend or router: \
                  DELETE /workers/ID); else give each engine an event socket of its own"
