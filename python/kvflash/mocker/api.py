@@ -1,5 +1,6 @@
 """The APIs of engines, and the parts of vLLM's own API that routers use, over aiohttp."""
 
+import time
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -8,19 +9,26 @@ from hashlib import blake2b
 from aiohttp import web
 
 from kvflash.mocker import audio, messages, pooling, responses
-from kvflash.mocker.admin import Admin
 from kvflash.mocker.answer import GenerateAnswer, TokensAnswer
 from kvflash.mocker.audio import SoundAnswer
 from kvflash.mocker.completions import ChatAnswer, CompletionAnswer, assistant_message
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
-from kvflash.mocker.fields import Body, mapping, refuse
+from kvflash.mocker.fields import ApiError, Body, mapping, refuse
 from kvflash.mocker.generation import Generator
 from kvflash.mocker.handover import Handover
 from kvflash.mocker.messages import MessageAnswer
+from kvflash.mocker.metrics import CONTENT_TYPE, render
 from kvflash.mocker.middleware import at_once, errors
 from kvflash.mocker.plan import Plan
-from kvflash.mocker.protocol import parse_json, parse_model, parse_prompt, parse_token_ids, shared
+from kvflash.mocker.protocol import (
+    decode,
+    parse_json,
+    parse_model,
+    parse_prompt,
+    parse_token_ids,
+    shared,
+)
 from kvflash.mocker.responses import ResponseAnswer, ResponseStore
 from kvflash.mocker.tokenizer import Tokenizer
 
@@ -63,22 +71,30 @@ def build_app(
             web.post("/v1/audio/transcriptions", partial(api.sound, is_translated=False)),
             web.post("/v1/audio/translations", partial(api.sound, is_translated=True)),
             web.post("/v1/audio/speech", api.speech),
-            *Admin(engine, config, tokenizer).routes(),
+            web.get("/v1/models", api.models),
+            web.get("/health", api.health),
+            web.get("/version", api.version),
+            web.get("/metrics", api.metrics),
+            web.post("/tokenize", at_once(api.tokenize)),
+            web.post("/detokenize", at_once(api.detokenize)),
+            web.post("/reset_prefix_cache", api.reset_prefix_cache),
         ]
     )
     return app
 
 
 class Api:
-    """The generating handlers of one worker."""
+    """The handlers of one worker."""
 
     def __init__(
         self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer, handover: Handover
     ) -> None:
+        self._engine = engine
         self._config = config
         self._tokenizer = tokenizer
         self._answer = Generator([engine], config, tokenizer, handover).answer
         self._store = ResponseStore()
+        self._started_s = time.time()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, parse_json(await request.read()), ChatAnswer)
@@ -168,6 +184,59 @@ class Api:
         parse_model(body, self._config)
         sound, kind = audio.speak(body)
         return web.Response(body=sound, content_type=kind)
+
+    async def models(self, _request: web.Request) -> web.Response:
+        base = self._config.model_name
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": int(self._started_s),
+                "owned_by": "kvflash",
+                "root": name,
+                "parent": None if name == base else base,
+                "max_model_len": self._config.model_len,
+            }
+            for name in (base, *self._config.lora_adapters)
+        ]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._engine.is_alive else 503)
+
+    async def version(self, _request: web.Request) -> web.Response:
+        # Here, because it is slow to load, and few ask for it.
+        from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
+        try:
+            text = version("kvflash")
+        except PackageNotFoundError:
+            # Run from a source tree.
+            text = "unknown"
+        return web.json_response({"version": text})
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        text = render(self._engine.scheduler, self._config, self._started_s)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    def tokenize(self, body: Body) -> Body:
+        """POST /tokenize: {model, prompt} or {model, messages} to token ids."""
+        parse_model(body, self._config)
+        token_ids = parse_prompt(body, is_chat="messages" in body, tokenizer=self._tokenizer)
+        length = self._config.model_len
+        return {"count": len(token_ids), "max_model_len": length, "tokens": token_ids}
+
+    def detokenize(self, body: Body) -> Body:
+        """POST /detokenize: {model, tokens} to text."""
+        parse_model(body, self._config)
+        token_ids = parse_token_ids(body.get("tokens"), "tokens")
+        return {"prompt": decode(token_ids, "tokens", self._tokenizer)}
+
+    async def reset_prefix_cache(self, _request: web.Request) -> web.Response:
+        """POST /reset_prefix_cache: 200, or 409 with nothing changed while a request runs."""
+        if not self._engine.scheduler.reset():
+            raise ApiError(409, "ConflictError", "a running request holds blocks; try again")
+        return web.Response(status=200)
 
 
 def _completion(body: Body, prompt: object, limit: str) -> Body:

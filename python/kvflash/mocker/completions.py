@@ -6,9 +6,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvflash.mocker.answer import DONE, Answer, event, usage_of
+from kvflash.mocker.answer import DONE, Answer, Logprobs, event, logprobs_of, usage_of
 from kvflash.mocker.fields import Body
-from kvflash.mocker.logprobs import Logprobs, logprobs_of
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import GenerationParams, decode, function_call
 from kvflash.mocker.tokenizer import Tokenizer, pieces

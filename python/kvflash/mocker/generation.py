@@ -7,14 +7,14 @@ from aiohttp import web
 
 from kvflash.errors import ClosedError
 from kvflash.mocker.answer import Answer
-from kvflash.mocker.block_hash import output_seed
+from kvflash.mocker.blocks import output_seed
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine, Waiter
 from kvflash.mocker.fields import ApiError, Body, refuse
 from kvflash.mocker.handover import Handover, Room, parse_room
 from kvflash.mocker.plan import Choice, Step, plan_answer
 from kvflash.mocker.protocol import GenerationParams, parse_generation
-from kvflash.mocker.request import Request
+from kvflash.mocker.scheduler import Request
 from kvflash.mocker.tokenizer import Tokenizer
 
 # With this header the text of an answer ends by itself after that many tokens.

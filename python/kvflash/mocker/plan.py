@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvflash.errors import InvalidArgumentError
 from kvflash.mocker.fields import refuse
 from kvflash.mocker.options import CALLS_MAX, AnswerOptions
-from kvflash.mocker.request import Request
+from kvflash.mocker.scheduler import Request
 from kvflash.mocker.tokenizer import CALL_END, Tokenizer, call_text, pieces
 
 

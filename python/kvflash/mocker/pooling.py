@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from kvflash.mocker.block_hash import output_seed
+from kvflash.mocker.blocks import output_seed
 from kvflash.mocker.fields import Body, integer, one_of, refuse, texts
 from kvflash.mocker.protocol import parse_token_ids
 from kvflash.mocker.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvflash.mocker.block_hash import TOKEN_ID_MAX
+from kvflash.mocker.blocks import TOKEN_ID_MAX
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.fields import (
     ApiError,

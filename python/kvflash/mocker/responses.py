@@ -5,9 +5,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvflash.mocker.answer import Answer, event, usage_of
+from kvflash.mocker.answer import Answer, event, logprobs_of, usage_of
 from kvflash.mocker.fields import ApiError, Body, inner, is_object, listed, refuse
-from kvflash.mocker.logprobs import logprobs_of
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import (
     GenerationParams,

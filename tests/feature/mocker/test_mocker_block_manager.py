@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflash.mocker.block_hash import block_hash, extend_hashes, root_hash
-from kvflash.mocker.block_manager import BlockManager
+from kvflash.mocker.blocks import BlockManager, block_hash, extend_hashes, root_hash
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "mocker_cases.json").read_text())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvflash.mocker.perf_model import (
+from kvflash.mocker.engine import (
     BATCH_COST,
     DECODE_MS_MIN,
     decode_ms,

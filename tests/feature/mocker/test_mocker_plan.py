@@ -10,7 +10,7 @@ import pytest
 from kvflash.mocker.fields import ApiError
 from kvflash.mocker.options import AnswerOptions, Tool
 from kvflash.mocker.plan import Choice, Plan, plan_answer
-from kvflash.mocker.request import Request
+from kvflash.mocker.scheduler import Request
 from kvflash.mocker.tokenizer import ByteTokenizer, call_text, pieces
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from kvflash.mocker.admin import render
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.fields import ApiError
 from kvflash.mocker.messages import as_chat
+from kvflash.mocker.metrics import render
 from kvflash.mocker.middleware import errors
 from kvflash.mocker.options import AnswerOptions
 from kvflash.mocker.protocol import (
@@ -21,8 +21,7 @@ from kvflash.mocker.protocol import (
     parse_json,
     parse_tokens,
 )
-from kvflash.mocker.request import Request
-from kvflash.mocker.scheduler import Scheduler
+from kvflash.mocker.scheduler import Request, Scheduler
 from kvflash.mocker.tokenizer import ByteTokenizer
 
 CONFIG = MockerConfig(model_name="m", lora_adapters=("first", "second"), max_model_len=200)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from kvflash.errors import InvalidArgumentError, OverloadedError
 from kvflash.mocker.config import MockerConfig
-from kvflash.mocker.request import Pass, Request
-from kvflash.mocker.scheduler import Scheduler
+from kvflash.mocker.scheduler import Pass, Request, Scheduler
 from support_blocks import HeldBlocks
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "mocker_cases.json").read_text())
