@@ -21,17 +21,17 @@ from kvflash.mocker.tokenizer import Tokenizer
 LENGTH_HEADER = "x-mocker-tokens"
 
 
-class Generation:
+class Generation(Waiter):
     """The answers to one request, while the engine works on them."""
 
-    def __init__(self, choices: Sequence[Choice], waiter: Waiter) -> None:
-        self.choices = choices
-        self.waiter = waiter
+    def __init__(self, *, is_streaming: bool) -> None:
+        super().__init__(is_streaming=is_streaming)
+        self.choices: list[Choice] = []
 
     async def steps(self) -> AsyncIterator[tuple[Choice, Step]]:
         """The steps of all answers, in order of arrival."""
         while waiting := [choice for choice in self.choices if not choice.is_told]:
-            await self.waiter.wait()
+            await self.wait()
             for choice in waiting:
                 if choice.has_news:
                     yield choice, choice.step()
@@ -60,18 +60,18 @@ class Generator:
 
         Waits first until the prompt is handed over, and reports to its room at the end.
         """
-        choices: list[Choice] = []
+        generation = Generation(is_streaming=params.is_streaming)
+        choices = generation.choices
         try:
             is_transferred = await self._handover.receive(params.transfer, room)
-            waiter = Waiter(is_streaming=params.is_streaming)
             engine = min(self._engines, key=lambda one: one.scheduler.request_count)
             if params.engine is not None:
                 engine = self._engines[params.engine]
             for index in range(params.options.choices):
                 choice = self._plan(params, index, is_transferred=is_transferred)
-                engine.submit(choice.request, waiter)
+                engine.submit(choice.request, generation)
                 choices.append(choice)
-            yield Generation(choices, waiter)
+            yield generation
         finally:
             for choice in choices:
                 engine.abort(choice.request)

@@ -182,7 +182,7 @@ class RuntimeWorker:
             self._handover.finish(room, is_done=False)
             raise
         async with self._generator.generation(params, room) as generation:
-            watching = asyncio.create_task(_stop_with(context, generation.waiter))
+            watching = asyncio.create_task(_stop_with(context, generation))
             try:
                 async for choice, step in generation.steps():
                     item: dict[str, Any] = {
