@@ -47,16 +47,11 @@ class _Place:
             health = self.health.json if self.health else None
             decides = isinstance(health, dict) and "router_policy" in health
             return "frontend" if has_models else "router" if decides else "indexer"
-        if self.workers.refused or self._is_refused_in_words:
+        if self.workers.refused:
             return "locked"
         if has_models or self.models.status in (401, 403):
             return "engine"
         return "other" if self.workers.status or self.models.status else "unreachable"
-
-    @property
-    def _is_refused_in_words(self) -> bool:
-        # Services from before the header; an engine that wants a key does not speak of its admin.
-        return self.workers.status in (401, 403) and "admin" in self.workers.text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,19 +214,15 @@ class _Doctor:
         yield from self._routing(url, "a kvflash frontend", health, known)
         told = health.json if isinstance(health.json, dict) else {}
         if known:
-            ready = self._ask(url, "/ready")
             how = "the reason says what is missing: requests are refused until then"
-            yield from checks.check_ready(url, ready, how)
-            if ready.status == 404 and told.get("status") == "unavailable":
-                seen = "GET /health: unavailable: requests are refused"
-                yield fail(url, "healthy", seen, "see its workers below")
+            yield from checks.check_ready(url, self._ask(url, "/ready"), how)
         yield from workers.check_parity(url, told)
         if not known:
             how = (
                 "POST /workers, or start the frontend with --worker or --discovery, or register "
                 "workers where its --discovery looks"
             )
-            if told.get("warnings"):
+            if workers.causes_of(told):
                 # It may have been: DNS or discovery can have lost the workers since.
                 how = f"remove the cause that a warning above names; without one, {how}"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)

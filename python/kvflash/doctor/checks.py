@@ -171,17 +171,14 @@ def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
 
 def check_ready(url: str, ready: Answer, otherwise: str) -> Iterator[Finding]:
     """Judge an answer of GET /ready; ``otherwise`` is the fix if its code does not imply one."""
-    if ready.status in (200, 404):
-        yield ok(url, "ready", "yes" if ready.status == 200 else "it has no GET /ready")
+    if ready.status == 200:
+        yield ok(url, "ready", "yes")
         return
     body = ready.json if isinstance(ready.json, dict) else {}
-    # Routers from before the code say that they are stopping.
-    code = str(body.get("code") or ("stopping" if body.get("stopping") is True else ""))
-    reason = body.get("reason") or ready.said
+    code, reason = str(body.get("code") or ""), body.get("reason") or ready.said
     if ready.status != 503:
         otherwise = ready.fix or "the message says why"
-    fix = _UNREADY.get(code, otherwise)
-    yield fail(url, "ready", f"GET /ready: {reason}", fix, code)
+    yield fail(url, "ready", f"GET /ready: {reason}", _UNREADY.get(code, otherwise), code)
 
 
 def check_indexer(

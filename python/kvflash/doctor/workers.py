@@ -86,11 +86,8 @@ def workers_of(url: str, workers: Any) -> list[Worker]:
 
 
 def causes_of(health: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The warnings of GET /health, with their codes where the service gives them."""
-    causes = health.get("causes")
-    if not isinstance(causes, list):
-        return [{"message": text} for text in health.get("warnings") or []]
-    return [cause for cause in causes if isinstance(cause, dict)]
+    """The warnings of GET /health."""
+    return [cause for cause in health.get("causes") or [] if isinstance(cause, dict)]
 
 
 def check_reasons(
@@ -105,21 +102,17 @@ def check_reasons(
         code, seen, fix = (str(reason.get(name)) for name in ("code", "message", "fix"))
         yield fail(f"{url} worker {reason.get('worker')}", "trust", seen, fix, code)
     told = {(str(reason.get("code")), str(reason.get("worker"))) for reason in reasons}
-    # Warnings without codes, of an older frontend, begin with the reason's message.
-    messages = tuple(str(reason["message"]) for reason in reasons if reason.get("message"))
     healthy = {str(worker.id): bool(worker.entry.get("healthy")) for worker in known}
     sockets = {f"{worker.id}:{one.rank}" for worker in known for one in worker.listeners}
     for cause in causes_of(health):
         code, worker = str(cause.get("code") or ""), str(cause.get("worker"))
-        seen = str(cause.get("message"))
         is_told = (code, worker) in told or code == "tokens_differ"
-        is_told |= not code and seen.startswith(messages)
         is_told |= worker in sockets and code in _OF_SOCKETS
         is_told |= worker in healthy and code == "events_not_given"
         is_told |= healthy.get(worker) is False and code == "worker_error"
         if not is_told:
             fix = str(cause.get("fix") or 'see "What /health warns of" in docs/frontend.md')
-            yield warn(url, "warnings", seen, fix, code)
+            yield warn(url, "warnings", str(cause.get("message")), fix, code)
 
 
 def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:

@@ -270,11 +270,9 @@ def test_an_engine_that_wants_a_key(canned, doctor, monkeypatch):
     assert "KVFLASH_WORKER_API_KEY" in findings[0]["fix"]
 
 
-# Services from before the header do not send it.
-@pytest.mark.parametrize("headers", [{"x-kvflash-refused": "no_key"}, {}])
-def test_a_service_that_wants_a_key(canned, doctor, tmp_path, headers):
+def test_a_service_that_wants_a_key(canned, doctor, tmp_path):
     error = {"error": {"message": "send a key of the role admin"}}
-    refused = (401, error, headers)
+    refused = (401, error, {"x-kvflash-refused": "no_key"})
     place = canned({"/workers": refused, "/v1/models": refused})
     (found,) = doctor(place)[1]
     assert (found["level"], found["check"]) == ("FAIL", "reachable")
@@ -296,7 +294,7 @@ def test_a_service_that_refuses_whatever_the_key(canned, doctor, status, cause, 
 
 
 def test_a_frontend_tells_its_warnings(canned, doctor):
-    health = {"status": "ok", "warnings": ["worker 1: it smells"]}
+    health = {"status": "ok", "causes": [{"code": "", "message": "worker 1: it smells"}]}
     models = {"data": [{"id": "m"}]}
     url = canned(
         {"/workers": (200, [], {}), "/v1/models": (200, models, {}), "/health": (200, health, {})}
@@ -306,7 +304,7 @@ def test_a_frontend_tells_its_warnings(canned, doctor):
     assert (status, bad(findings)) == (1, found)
     # As when DNS has lost all workers: they were given.
     assert findings[-1]["fix"].startswith("remove the cause that a warning above names; ")
-    del health["warnings"]
+    del health["causes"]
     fix = doctor(url)[1][-1]["fix"]
     assert fix.startswith("POST /workers, or start the frontend with")
     # It may have been started with it, which it does not say.
@@ -328,6 +326,7 @@ def test_workers_that_only_the_frontend_reaches(canned, doctor):
             "/workers": (200, workers, {}),
             "/v1/models": (200, models, {}),
             "/health": (200, health, {}),
+            "/ready": (200, {"ready": True}, {}),
             "/v1/completions": (200, b'data: {"nvext": {"token_ids": [1]}}\n', {}),
         }
     )
@@ -349,6 +348,7 @@ def test_events_over_nats_have_no_sockets(canned, doctor, endpoint):
             "/workers": (200, [worker], {}),
             "/v1/models": (200, {"data": [{"id": "m"}]}, {}),
             "/health": (200, {"status": "healthy"}, {}),
+            "/ready": (200, {"ready": True}, {}),
         }
     )
     status, findings = doctor(url, "--listen", "0.01")

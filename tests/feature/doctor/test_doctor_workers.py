@@ -215,17 +215,13 @@ def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
     health = {"reasons": [reason], "causes": [told, other]}
     findings = [(one.level, one.code) for one in workers.check_reasons(URL, health)]
     assert findings == [(FAIL, "events_crossed"), (WARN, "policy")]
-    # An older frontend gives its warnings as text only.
-    health = {"reasons": [reason], "warnings": ["worker 1:0 .... Fix: x", "something else"]}
-    findings = [(one.level, one.seen) for one in workers.check_reasons(URL, health)]
-    assert findings == [(FAIL, "worker 1:0 ..."), (WARN, "something else")]
 
 
 def test_a_warning_has_the_service_s_fix() -> None:
     cause = {"code": "events_not_given", "message": "x", "fix": "give it"}
     (finding,) = workers.check_reasons(URL, {"causes": [cause]})
     assert finding.fix == "give it"
-    # An older frontend gives none.
+    # Of an empty one there is the manual.
     (finding,) = workers.check_reasons(URL, {"causes": [{"code": "newer", "message": "x"}]})
     assert finding.fix == 'see "What /health warns of" in docs/frontend.md'
 
