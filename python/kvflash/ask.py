@@ -67,6 +67,12 @@ class Answer:
             return None
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """The body as a JSON object; empty if it is anything else."""
+        body = self.json
+        return body if isinstance(body, dict) else {}
+
+    @property
     def text(self) -> str:
         """The body as text."""
         return self.body.decode(errors="replace")
@@ -76,8 +82,8 @@ class Answer:
         """The beginning of the body, for a message."""
         if self.error:
             return self.error
-        body = self.json
-        message = body.get("error", body) if isinstance(body, dict) else self.text
+        body = self.fields
+        message = body.get("error", body) if body else self.text
         if isinstance(message, dict):
             message = message.get("message", message)
         words = " ".join((message if isinstance(message, str) else json.dumps(message)).split())

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = table(rows_of(answer.json))
         if len(lines) == 1:
             lines = ["no workers; POST /workers adds one"]
-        health = service.ask("/health").json
+        health = service.ask("/health").fields
     except KvflashError as error:
         return refuse("workers", error)
     for line in (*lines, *(printable(f"warning: {one}") for one in warnings_of(health))):
@@ -132,10 +132,9 @@ def _events(listeners: Any) -> str:
     return ", ".join(sorted(set(states))) if states else "none"
 
 
-def warnings_of(health: Any) -> Iterator[str]:
+def warnings_of(health: Mapping[str, Any]) -> Iterator[str]:
     """The warnings in an answer of ``GET /health``; a frontend's reasons are among them."""
-    found = health if isinstance(health, dict) else {}
-    warnings = found.get("warnings")
+    warnings = health.get("warnings")
     yield from map(str, warnings if isinstance(warnings, list) else [])
 
 
@@ -173,7 +172,7 @@ def change(word: str, argv: Sequence[str]) -> int:
         left = {}
         for one in args.ids:
             path = f"/workers/{quote(one, safe='')}"
-            left[path] = _said(one, service.demand(path, {"state": STATES[word]}, "PATCH").json)
+            left[path] = _said(one, service.demand(path, {"state": STATES[word]}, "PATCH").fields)
         if wait_s:
             return _wait(service, left, wait_s)
     except KvflashError as error:
@@ -181,13 +180,12 @@ def change(word: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _said(worker: str, entry: Any) -> int:
+def _said(worker: str, entry: Mapping[str, Any]) -> int:
     """Print a worker's new state; returns its requests in flight."""
-    fields = entry if isinstance(entry, dict) else {}
-    count = fields.get("in_flight")
+    count = entry.get("in_flight")
     count = count if isinstance(count, int) else 0
     requests = counted(count, "request", "requests")
-    print(printable(f"worker {worker}: {fields.get('state')}, {requests} in flight"))
+    print(printable(f"worker {worker}: {entry.get('state')}, {requests} in flight"))
     return count
 
 
@@ -199,9 +197,8 @@ def _wait(service: Service, left: dict[str, int], wait_s: float) -> int:
             return 1
         time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
         for path in busy:
-            entry = service.demand(path).json
-            count = entry.get("in_flight") if isinstance(entry, dict) else None
-            if count != left[path]:
+            entry = service.demand(path).fields
+            if entry.get("in_flight") != left[path]:
                 left[path] = _said(path.rpartition("/")[2], entry)
     return 0
 

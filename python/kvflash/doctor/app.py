@@ -31,7 +31,7 @@ class _Place:
     url: str
     workers: Answer
     models: Answer
-    health: Answer | None = None
+    health: Answer | None = None  # Of a service that shows its workers.
 
     @property
     def kind(self) -> str:
@@ -39,13 +39,10 @@ class _Place:
 
         ``locked`` is a service that does not show its workers, ``unreachable`` one without answer.
         """
-        has_workers = self.workers.status == 200 and isinstance(self.workers.json, list)
-        body = self.models.json
-        has_models = self.models.status == 200 and isinstance(body, dict) and "data" in body
-        if has_workers:
+        has_models = self.models.status == 200 and "data" in self.models.fields
+        if self.health is not None:
             # An indexer is the only service that has workers but makes no decisions.
-            health = self.health.json if self.health else None
-            decides = isinstance(health, dict) and "router_policy" in health
+            decides = "router_policy" in self.health.fields
             return "frontend" if has_models else "router" if decides else "indexer"
         if self.workers.refused:
             return "locked"
@@ -212,7 +209,7 @@ class _Doctor:
         known = workers.workers_of(url, self._ask(url, "/workers").json)
         health = self._ask(url, "/health")
         yield from self._routing(url, "a kvflash frontend", health, known)
-        told = health.json if isinstance(health.json, dict) else {}
+        told = health.fields
         if known:
             how = "the reason says what is missing: requests are refused until then"
             yield from checks.check_ready(url, self._ask(url, "/ready"), how)
@@ -305,7 +302,7 @@ class _Doctor:
         url: str, what: str, health: Answer, known: Sequence[workers.Worker] = ()
     ) -> Iterator[Finding]:
         """The router knows best why its matching fails, so only its reasons are reported."""
-        body = health.json if isinstance(health.json, dict) else {}
+        body = health.fields
         # A service without healthy workers answers 503, with its state.
         if health.status == 200 or "status" in body:
             yield ok(url, "reachable", what)

@@ -66,8 +66,11 @@ class Listener:
     tenant: str
     block_size: int | None
     entry: dict[str, Any]
-    is_of_frontend: bool = False
     is_one_of_several: bool = False
+    # For messages: whose listener it is, and how that is given the two sockets.
+    service: str = "the indexer"
+    events_setting: str = "endpoint in POST /register"
+    replay_setting: str = "replay_endpoint in POST /register"
 
     @property
     def subject(self) -> str:
@@ -99,25 +102,6 @@ class Listener:
         """Its replay socket."""
         endpoint = self.entry.get("replay_endpoint")
         return str(endpoint) if endpoint else None
-
-    @property
-    def service(self) -> str:
-        """Whose listener it is, for messages."""
-        return "the frontend" if self.is_of_frontend else "the indexer"
-
-    @property
-    def events_setting(self) -> str:
-        """How its service is given the event socket."""
-        if self.is_of_frontend:
-            return "events= of its --worker, or events in POST /workers"
-        return "endpoint in POST /register"
-
-    @property
-    def replay_setting(self) -> str:
-        """How its service is given the replay socket."""
-        if self.is_of_frontend:
-            return ",replay=tcp://HOST:PORT after its --worker, or as replay in POST /workers"
-        return "replay_endpoint in POST /register"
 
     @property
     def last_sequence(self) -> int | None:
@@ -174,8 +158,7 @@ def check_ready(url: str, ready: Answer, otherwise: str) -> Iterator[Finding]:
     if ready.status == 200:
         yield ok(url, "ready", "yes")
         return
-    body = ready.json if isinstance(ready.json, dict) else {}
-    code, reason = str(body.get("code") or ""), body.get("reason") or ready.said
+    code, reason = str(ready.fields.get("code") or ""), ready.fields.get("reason") or ready.said
     if ready.status != 503:
         otherwise = ready.fix or "the message says why"
     yield fail(url, "ready", f"GET /ready: {reason}", _UNREADY.get(code, otherwise), code)
@@ -393,8 +376,7 @@ def _check_contents(listener: Listener, contents: Contents) -> Iterator[Finding]
 
 def engine_of(url: str, models: Answer, metrics: Answer) -> Engine:
     """An engine's answers to GET /v1/models and GET /metrics."""
-    body = models.json
-    cards = body.get("data") if isinstance(body, dict) else None
+    cards = models.fields.get("data")
     cards = cards if isinstance(cards, list) else []
     names = tuple(str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card)
     rows = [labels for labels, _ in samples(metrics.text, "vllm:cache_config_info")]

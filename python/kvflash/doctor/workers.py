@@ -68,7 +68,10 @@ def workers_of(url: str, workers: Any) -> list[Worker]:
                 tenant="",
                 block_size=size if isinstance(size, int) else None,
                 entry=dict(one),
-                is_of_frontend=True,
+                service="the frontend",
+                events_setting="events= of its --worker, or events in POST /workers",
+                replay_setting=",replay=tcp://HOST:PORT after its --worker, or as replay in "
+                "POST /workers",
             )
             for one in entry.get("listeners") or []
         )
@@ -320,8 +323,7 @@ def check_tokens(worker: Worker, query: Answer, engine: Answer) -> Iterator[Find
         how = "send it a prompt; kvflash_untokenized_requests_total{cause} says why"
         yield warn(worker.subject, "tokens", seen, how)
         return
-    body = engine.json
-    theirs = body.get("tokens") if isinstance(body, dict) and engine.status == 200 else None
+    theirs = engine.fields.get("tokens") if engine.status == 200 else None
     if not engine.status:
         seen = f"not compared: POST /tokenize: {engine.said}"
         yield warn(worker.subject, "tokens", seen, engine.fix or ELSEWHERE)

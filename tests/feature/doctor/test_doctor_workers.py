@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,7 +169,8 @@ def test_a_worker_that_only_its_service_reaches_is_a_warning() -> None:
 def test_fixes_name_the_settings_of_the_service() -> None:
     (worker,) = workers.workers_of(URL, [entry(listener={"replay_endpoint": None})])
     (at_frontend,) = worker.listeners
-    at_indexer = replace(at_frontend, is_of_frontend=False)
+    registered = {"instance_id": 1, "listeners": {"0": {**at_frontend.entry}}}
+    (at_indexer,) = checks.listeners_of(URL, [registered])
     for listener, replay, events in (
         (at_frontend, "replay=tcp://HOST:PORT after its --worker, or as replay in", "events= of"),
         (at_indexer, "replay_endpoint in POST /register", "endpoint in POST /register"),
