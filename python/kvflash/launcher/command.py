@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,20 +24,20 @@ class Arguments:
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
 
+    def _places(self, names: Sequence[str]) -> Iterator[tuple[slice, str | None]]:
+        """The words of a flag by any of its names, and its value; None where that is missing."""
+        for at, word in enumerate(self.words):
+            name, is_joined, joined = split_flag(word)
+            if name in names:
+                place = slice(at, at + 1 if is_joined else at + 2)
+                yield place, joined if is_joined else next(iter(self.words[at + 1 : at + 2]), None)
+
     def value(self, *names: str) -> str | None:
         """The last value of a flag by any of its names, as ``--flag value`` or ``--flag=value``."""
-        found = None
-        for index, word in enumerate(self.words):
-            name, is_joined, joined = split_flag(word)
-            if name not in names:
-                continue
-            if is_joined:
-                found = joined
-            elif index + 1 < len(self.words):
-                found = self.words[index + 1]
-            else:
-                raise ConfigError(f"{name} needs a value")
-        return found
+        values = [value for _, value in self._places(names)]
+        if None in values:
+            raise ConfigError(f"{self.words[-1]} needs a value")
+        return values[-1] if values else None
 
     def number(self, *names: str) -> int | None:
         """The value of a flag as a number."""
@@ -60,27 +60,16 @@ class Arguments:
             raise ConfigError(f"{name} must be a JSON object, got {value}")
         return parsed
 
-    def has(self, *names: str) -> bool:
-        """Whether a flag is present, with or without a value."""
-        return any(split_flag(word)[0] in names for word in self.words)
-
     def add(self, name: str, *values: object) -> None:
         """Append a flag unless it is present."""
-        if not self.has(name):
+        if not any(self._places([name])):
             self.words += [name, *map(str, values)]
 
     def drop(self, name: str) -> str | None:
         """Remove a flag and return its value."""
         value = self.value(name)
-        kept: list[str] = []
-        words = iter(self.words)
-        for word in words:
-            found, is_joined, _ = split_flag(word)
-            if found != name:
-                kept.append(word)
-            elif not is_joined:
-                next(words, None)
-        self.words = kept
+        for place, _ in reversed(list(self._places([name]))):
+            del self.words[place]
         return value
 
 

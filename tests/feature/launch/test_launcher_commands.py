@@ -209,7 +209,6 @@ def test_wrong_flags_of_ours_end_with_status_2(line, capsys):
 def test_arguments_are_found_in_both_spellings():
     arguments = Arguments(["--a", "1", "--b=2", "--a=3", "--c"])
     assert (arguments.value("--a"), arguments.value("--b", "--x")) == ("3", "2")
-    assert arguments.has("--c")
     assert arguments.drop("--a") == "3"
     assert arguments.words == ["--b=2", "--c"]
     arguments.add("--c")
