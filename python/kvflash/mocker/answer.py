@@ -25,6 +25,9 @@ LOGPROB_STEP = 0.5
 class Answer(ABC):
     """Builds an answer; the bytes are events of a stream, by default without names."""
 
+    _head: Body  # What the events of a stream have in common.
+    _has_usage = True  # Whether the usage is an event, too.
+
     @abstractmethod
     def whole(self, choices: Sequence[Choice]) -> Any:
         """The body of a non-streamed answer."""
@@ -37,9 +40,10 @@ class Answer(ABC):
     def piece(self, choice: Choice, step: Step) -> bytes:
         """Events of a step."""
 
-    @abstractmethod
     def closing(self, choices: Sequence[Choice]) -> bytes:
         """Events after the last step."""
+        used = {**self._head, "choices": [], "usage": usage_of(choices)}
+        return (event(used) if self._has_usage else b"") + DONE
 
     def respond(self, whole: Any) -> web.Response:
         """The response of a non-streamed answer."""
@@ -84,9 +88,6 @@ class TokensAnswer(Answer):
 
     def piece(self, choice: Choice, step: Step) -> bytes:
         return event({**self._head, "choices": [_tokens_choice(choice, step)]})
-
-    def closing(self, choices: Sequence[Choice]) -> bytes:
-        return event({**self._head, "choices": [], "usage": usage_of(choices)}) + DONE
 
 
 def _tokens_choice(choice: Choice, step: Step) -> Body:

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from kvflash.mocker.answer import DONE, Answer, event, usage_of
+from kvflash.mocker.answer import Answer, event
 from kvflash.mocker.fields import Body, one_of, refuse
 from kvflash.mocker.plan import Choice, Step
 from kvflash.mocker.protocol import GenerationParams
@@ -86,6 +86,7 @@ class SoundAnswer(Answer):
             "model": params.model,
         }
         self._upload = upload
+        self._has_usage = upload.fields.get("stream_include_usage", "").lower() == "true"
 
     def whole(self, choices: Sequence[Choice]) -> Body:
         (choice,) = choices
@@ -110,12 +111,6 @@ class SoundAnswer(Answer):
         reason = choice.plan.finish_reason if step.is_last else None
         told = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
         return event({**self._head, "choices": [told]})
-
-    def closing(self, choices: Sequence[Choice]) -> bytes:
-        is_wanted = self._upload.fields.get("stream_include_usage", "").lower() == "true"
-        if not is_wanted:
-            return DONE
-        return event({**self._head, "choices": [], "usage": usage_of(choices)}) + DONE
 
 
 def speak(body: Body) -> tuple[bytes, str]:

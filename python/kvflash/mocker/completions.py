@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvflash.mocker.answer import DONE, Answer, Logprobs, event, logprobs_of, usage_of
+from kvflash.mocker.answer import Answer, Logprobs, event, logprobs_of, usage_of
 from kvflash.mocker.fields import Body
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import GenerationParams, decode, function_call
@@ -19,8 +19,13 @@ class _OpenAiAnswer(Answer):
     _chunk_kind: ClassVar[str]
 
     def __init__(self, params: GenerationParams, tokenizer: Tokenizer) -> None:
-        answer_id = self._prefix + uuid.uuid4().hex
-        self._head: Body = {"id": answer_id, "created": int(time.time()), "model": params.model}
+        self._head = {
+            "id": self._prefix + uuid.uuid4().hex,
+            "object": self._chunk_kind,
+            "created": int(time.time()),
+            "model": params.model,
+        }
+        self._has_usage = params.has_usage_chunk
         self._params = params
         self._told_logprobs = logprobs_of(params, tokenizer)
 
@@ -40,12 +45,6 @@ class _OpenAiAnswer(Answer):
         chunks[-1]["choices"][0] |= self._beside(choice.plan, step)
         return b"".join(map(event, chunks))
 
-    def closing(self, choices: Sequence[Choice]) -> bytes:
-        if not self._params.has_usage_chunk:
-            return DONE
-        head = {**self._head, "object": self._chunk_kind}
-        return event({**head, "choices": [], "usage": usage_of(choices)}) + DONE
-
     def _choice(self, choice: Choice) -> Body:
         plan = choice.plan
         head = {"index": choice.index, "logprobs": None}
@@ -53,7 +52,7 @@ class _OpenAiAnswer(Answer):
 
     def _chunk(self, index: int, content: Body) -> Body:
         choice = {"index": index, "logprobs": None, **content, "finish_reason": None}
-        return {**self._head, "object": self._chunk_kind, "choices": [choice]}
+        return {**self._head, "choices": [choice]}
 
     def _beside(self, plan: Plan, step: Step) -> Body:
         """The fields beside the content that a step adds."""
