@@ -133,39 +133,27 @@ def _add_roles(flags: Flags) -> None:
     )
 
 
-def _role(text: str) -> str:
-    roles = {"agg": "both", "both": "both", "prefill": "prefill", "decode": "decode"}
-    if text not in roles:
-        raise argparse.ArgumentTypeError(f"must be agg, prefill or decode, got {text!r}")
-    return roles[text]
-
-
 def _parser(read: Callable[[str], T], wanted: str) -> Callable[[str], T]:
     """A parser without limits: MockerConfig has them, and names the flag where one is broken."""
 
     def parse(text: str) -> T:
         try:
             return read(text)
-        except ValueError:
+        except (KeyError, ValueError):
             raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}") from None
 
     return parse
 
 
+_ROLES = {"agg": "both", "both": "both", "prefill": "prefill", "decode": "decode"}
+_role = _parser(_ROLES.__getitem__, "agg, prefill or decode")
 _whole = _parser(int, "a whole number")
 _ports = _parser(
     lambda text: tuple(int(port) for port in text.split(",") if port), "ports, separated by commas"
 )
-
-
-def _port_choice(text: str) -> PortChoice:
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a port, 0 or auto, got {text!r}") from None
-
+_port_choice: Callable[[str], PortChoice] = _parser(
+    lambda text: "auto" if text == "auto" else int(text), "a port, 0 or auto"
+)
 
 # Flags and their metavars, by section; options define types and defaults.
 _TABLE = {
