@@ -22,7 +22,7 @@ from kvflash.errors import ClosedError, KvflashError
 from kvflash.roster.core import Replicas
 from kvflash.settings import warn_of_misspelt
 from kvflash.signals import ending_signals
-from kvflash.transport.receiver import EventReceiver, Feed
+from kvflash.transport.receiver import Feed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,8 +59,7 @@ class FedService:
         self._scheme = "https" if is_encrypted else "http"
         self._port: int | None = None
         self._replicas, self._parts = replicas or Replicas(), list(parts)
-        receiver = EventReceiver(core.catalog, has_broker=self._replicas.is_nats)
-        self._feed = Feed(core.catalog, receiver)
+        self._feed = Feed(core.catalog, has_broker=self._replicas.is_nats)
         self._is_stopped = False
 
     @property

@@ -24,7 +24,7 @@ import pytest
 import zmq
 
 from forks import Forked, Forks, read_at_start
-from kvflash import compute_sequence_hashes, process
+from kvflash import compute_sequence_hashes
 from kvflash._core import Indexer
 from kvflash.process import FedService
 from kvflash.transport import zmq as zmq_transport
@@ -423,9 +423,9 @@ class EmbeddedIndexer:
             if not is_native:
                 patch.setattr(zmq_transport, "find_drain", lambda: None)
             self.receiver = zmq_transport.ZmqReceiver(indexer.catalog)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(process, "EventReceiver", lambda *_, **__: self.receiver)
-            self._service = FedService(indexer, host="127.0.0.1", port=0)
+        self.receiver.start()
+        self._service = FedService(indexer, host="127.0.0.1", port=0)
+        self._service._feed._receivers[""] = self.receiver
         self._service.start()
         self.http = Http(self._service.url)
 

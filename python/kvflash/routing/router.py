@@ -22,7 +22,7 @@ from kvflash.routing.stream import RoutedStream, Sender
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint
 from kvflash.runtime.arguments import check_float, check_range
-from kvflash.transport.receiver import EventReceiver, Feed
+from kvflash.transport.receiver import Feed
 
 logger = logging.getLogger(__name__)
 
@@ -517,9 +517,11 @@ class KvPushRouter(AbstractAsyncContextManager["KvPushRouter"]):
             self._use(self.config.make_core(self.block_size, model[0], self._policy, model[1]))
             if self._thresholds is not None:
                 self._core.set_busy_thresholds(**self._thresholds)
-        catalog = self._core.catalog
-        receiver = EventReceiver(catalog, has_broker=self._cluster.is_nats)
-        feed = self._feed = Feed(catalog, receiver, partial(_tick, self._core))
+        feed = self._feed = Feed(
+            self._core.catalog,
+            has_broker=self._cluster.is_nats,
+            tick=partial(_tick, self._core),
+        )
         try:
             feed.start()
             self._cluster.start()

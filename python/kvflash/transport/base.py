@@ -1,9 +1,8 @@
-"""What event transports have in common: receivers, batches for a catalog, messages of a log."""
+"""What event transports have in common: orders, batches for a catalog, messages of a log."""
 
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvflash._core import Catalog
 
@@ -17,19 +16,6 @@ def most_streams() -> int:
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 20
     return max(limit // 4, limit // 3 - 1_000)
-
-
-class Receiver(Protocol):
-    """Feeds a catalog: takes its orders and delivers frames."""
-
-    def start(self) -> None:
-        """Receive in the background."""
-
-    def obey(self, order: Order) -> None:
-        """Carry out an order; returns at once."""
-
-    def stop(self) -> None:
-        """Close everything; blocks until done."""
 
 
 def frame(sequence: int, payload: bytes) -> list[bytes]:

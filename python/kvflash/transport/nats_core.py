@@ -252,7 +252,7 @@ class NatsCorePublisher:
 
 
 class NatsCoreReceiver(Background):
-    """The router's side: a :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``.
+    """The router's side: receives from endpoints ``nats://SUBJECT/INSTANCE/RANK``.
 
     ``subject`` is that of the component's events. It keeps trying to connect; until then queries to
     workers wait.

@@ -14,90 +14,40 @@ from kvflash.transport import names
 from kvflash.transport.base import most_streams
 
 if TYPE_CHECKING:
-    from kvflash.transport.base import Order, Receiver
+    from kvflash.transport.base import Order
+    from kvflash.transport.nats_core import NatsCoreReceiver
+    from kvflash.transport.zmq import ZmqReceiver
+
+    Receiver = NatsCoreReceiver | ZmqReceiver
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 
 
-class EventReceiver:
-    """A :class:`Receiver` for services whose workers may have no events.
+class Feed:
+    """A thread that gives a catalog's orders to receivers, opened when they are needed.
 
     With has_broker, endpoints ``nats://SUBJECT/INSTANCE/RANK`` have a connection per component, and
-    events at ``jetstream://`` arrive in another way; all other endpoints are sockets. One thread
-    makes all calls of :meth:`obey`, and they end before :meth:`stop`.
-    """
-
-    def __init__(self, catalog: Catalog, *, has_broker: bool = False) -> None:
-        self._catalog, self._has_broker = catalog, has_broker
-        # By subject of the component; "" is the receiver with sockets.
-        self._receivers: dict[str, Receiver] = {}
-
-    def start(self) -> None:
-        self._catalog.limit_sockets(most_streams())
-
-    def obey(self, order: Order) -> None:
-        """The first call for sockets returns once they are open."""
-        kind, publisher, endpoint, _ = order
-        if kind in ("subscribe", "hold"):
-            receiver = self._receiver(publisher, endpoint)
-            if receiver is not None:
-                receiver.obey(order)
-            return
-        # Those that do not know the publisher ignore it.
-        for receiver in self._receivers.values():
-            receiver.obey(order)
-
-    def stop(self) -> None:
-        for receiver in self._receivers.values():
-            receiver.stop()
-
-    def _receiver(self, publisher: int, endpoint: str) -> Receiver | None:
-        subject = ""
-        if self._has_broker and endpoint.startswith("jetstream://"):
-            return None
-        if self._has_broker and endpoint.startswith("nats://"):
-            place = names.parse_endpoint(endpoint)
-            if place is None:
-                message = f"endpoint must be nats://subject/instance/rank, got {endpoint!r}"
-                self._catalog.set_status(publisher, "failed", message)
-                return None
-            subject = place[0]
-        return self._receivers.get(subject) or self._open(subject)
-
-    def _open(self, subject: str) -> Receiver:
-        # Each is imported on first use, so that services without it start faster.
-        receiver: Receiver
-        if subject:
-            from kvflash.transport.nats_core import NatsCoreReceiver  # noqa: PLC0415
-
-            receiver = NatsCoreReceiver(self._catalog, subject)
-        else:
-            from kvflash.transport.zmq import ZmqReceiver  # noqa: PLC0415
-
-            receiver = ZmqReceiver(self._catalog)
-        receiver.start()
-        self._receivers[subject] = receiver
-        return receiver
-
-
-class Feed:
-    """A thread that gives a catalog's orders to a receiver.
-
-    It starts and stops once; it ends with :meth:`stop`, or with the process. ``tick`` is called
-    twice a second.
+    events at ``jetstream://`` arrive in another way; all other endpoints are sockets. It starts and
+    stops once; it ends with :meth:`stop`, or with the process. ``tick`` is called twice a second.
     """
 
     def __init__(
-        self, catalog: Catalog, receiver: Receiver, tick: Callable[[], None] | None = None
+        self,
+        catalog: Catalog,
+        *,
+        has_broker: bool = False,
+        tick: Callable[[], None] | None = None,
     ) -> None:
-        self._catalog, self._receiver, self._tick = catalog, receiver, tick
+        self._catalog, self._has_broker, self._tick = catalog, has_broker, tick
+        # By subject of the component; "" is the receiver with sockets.
+        self._receivers: dict[str, Receiver] = {}
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="kvflash-orders", daemon=True)
 
     def start(self) -> None:
-        self._receiver.start()
+        self._catalog.limit_sockets(most_streams())
         self._thread.start()
         # A thread that returns from the core after the interpreter has ended would abort it.
         atexit.register(self.stop)
@@ -111,7 +61,8 @@ class Feed:
         self._catalog.close_orders()
         if self._thread.is_alive():
             self._thread.join()
-        self._receiver.stop()
+        for receiver in self._receivers.values():
+            receiver.stop()
 
     def _run(self) -> None:
         due_s = 0.0
@@ -120,15 +71,53 @@ class Feed:
                 None if self._tick is None else due_s - time.monotonic()
             )
             if order is not None:
-                self._obey(order)
+                self._obey_safely(order)
             if self._tick is not None and time.monotonic() >= due_s:
                 due_s = time.monotonic() + TICK_S
                 self._tick()
 
-    def _obey(self, order: Order) -> None:
+    def _obey_safely(self, order: Order) -> None:
         try:
-            self._receiver.obey(order)
+            self._obey(order)
         except Exception as error:
             # The orders of other workers go on.
             logger.exception("the receiver of events failed to %s %s", order[0], order[2])
             self._catalog.set_status(order[1], "failed", str(error))
+
+    def _obey(self, order: Order) -> None:
+        kind, publisher, endpoint, _ = order
+        if kind in ("subscribe", "hold"):
+            receiver = self._receiver(publisher, endpoint)
+            if receiver is not None:
+                receiver.obey(order)
+            return
+        # Those that do not know the publisher ignore it.
+        for receiver in self._receivers.values():
+            receiver.obey(order)
+
+    def _receiver(self, publisher: int, endpoint: str) -> Receiver | None:
+        subject = ""
+        if self._has_broker and endpoint.startswith("jetstream://"):
+            return None
+        if self._has_broker and endpoint.startswith("nats://"):
+            place = names.parse_endpoint(endpoint)
+            if place is None:
+                message = f"endpoint must be nats://subject/instance/rank, got {endpoint!r}"
+                self._catalog.set_status(publisher, "failed", message)
+                return None
+            subject = place[0]
+        if subject not in self._receivers:
+            receiver = self._make(subject)
+            receiver.start()
+            self._receivers[subject] = receiver
+        return self._receivers[subject]
+
+    def _make(self, subject: str) -> Receiver:
+        # Each is imported on first use, so that services without it start faster.
+        if subject:
+            from kvflash.transport.nats_core import NatsCoreReceiver  # noqa: PLC0415
+
+            return NatsCoreReceiver(self._catalog, subject)
+        from kvflash.transport.zmq import ZmqReceiver  # noqa: PLC0415
+
+        return ZmqReceiver(self._catalog)

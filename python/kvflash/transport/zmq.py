@@ -13,7 +13,7 @@ from functools import partial
 import zmq
 
 from kvflash._core import Catalog, Repair, ZmqDrain
-from kvflash.transport.base import Order, most_streams
+from kvflash.transport.base import Order
 from kvflash.transport.poller import Poller
 from kvflash.transport.zmq_socket import (
     MESSAGE_BYTES_MAX,
@@ -110,8 +110,6 @@ class ZmqReceiver:
         self._thread = threading.Thread(target=self._run, name="kvflash-zmq", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; the open files of the process limit the number of publishers."""
-        self._catalog.limit_sockets(most_streams())
         self._thread.start()
 
     def obey(self, order: Order) -> None:

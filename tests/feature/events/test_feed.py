@@ -17,9 +17,6 @@ class Failing:
     def __init__(self) -> None:
         self.orders: list[Any] = []
 
-    def start(self) -> None:
-        pass
-
     def stop(self) -> None:
         pass
 
@@ -33,7 +30,8 @@ def test_an_order_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) ->
     core, receiver = RouterCore(block_size=4), Failing()
     for worker in (1, 2):
         core.subscribe(worker, 0, f"tcp://127.0.0.1:{worker}")
-    feed = Feed(core.catalog, receiver)
+    feed = Feed(core.catalog)
+    feed._receivers[""] = receiver
     feed.start()
     try:
         until(lambda: len(receiver.orders) == 2, "the second order")
