@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags, source_of
@@ -16,25 +16,11 @@ _FIRST = """
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSpec:
-    """One ``--worker``."""
-
-    # For gateways, returned unchanged.
-    url: str
-    # None: an unused one.
-    worker_id: int | None = None
-    dp_size: int = 1
-    # Addresses of rank 0's sockets; rank r is at their port + r.
-    events: str | None = None
-    replay: str | None = None
-
-
 @of_table("router")
 class RouterArgs(RoutingArgs):
     """The router's settings, one per flag; see ``--help``."""
 
-    workers: tuple[WorkerSpec, ...] = ()
+    workers: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.endpoint is not None:
@@ -64,8 +50,12 @@ def _endpoint(text: str) -> str:
     return text
 
 
-def parse_worker(text: str) -> WorkerSpec:
-    """Parse ``URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]``; errors name the part."""
+def parse_worker(text: str) -> dict[str, Any]:
+    """Parse ``URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]``; errors name the part.
+
+    The result is a body of POST /workers without model and tenant, and with a worker_id of None if
+    none is given. The addresses are those of rank 0's sockets; rank r is at their port + r.
+    """
     source = f"{source_of('--worker', text)} {text!r}"
     url, *parts = (part.strip() for part in text.split(","))
     if not url or "=" in url.partition("://")[0]:
@@ -89,13 +79,13 @@ def parse_worker(text: str) -> WorkerSpec:
             raise ConfigError(f"{source}: {key} must be a number in {low}..={high}, got {value!r}")
         return int(value)
 
-    return WorkerSpec(
-        url=url,
-        worker_id=number("id", 0, 2**64 - 1),
-        dp_size=number("dp", 1, 1_024) or 1,
-        events=given.get("events"),
-        replay=given.get("replay"),
-    )
+    return {
+        "url": url,
+        "worker_id": number("id", 0, 2**64 - 1),
+        "dp_size": number("dp", 1, 1_024) or 1,
+        "endpoint": given.get("events"),
+        "replay_endpoint": given.get("replay"),
+    }
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:

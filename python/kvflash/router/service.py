@@ -46,23 +46,16 @@ class RouterService(FedService):
         )
         if self._policy is not None:
             self._policy.start()
-        taken = {worker.worker_id for worker in args.workers}
+        taken = {worker["worker_id"] for worker in args.workers}
         unused = (number for number in range(1, 2**16) if number not in taken)
         for worker in args.workers:
+            body = {**worker, "model_name": args.model_name, "tenant_id": args.tenant_id}
+            if body["worker_id"] is None:
+                body["worker_id"] = next(unused)
             try:
-                self.add_worker(
-                    {
-                        "worker_id": next(unused) if worker.worker_id is None else worker.worker_id,
-                        "model_name": args.model_name,
-                        "tenant_id": args.tenant_id,
-                        "url": worker.url,
-                        "dp_size": worker.dp_size,
-                        "endpoint": worker.events,
-                        "replay_endpoint": worker.replay,
-                    }
-                )
+                self.add_worker(body)
             except KvflashError as error:
-                raise ConfigError(f"--worker {worker.url}: {error}") from None
+                raise ConfigError(f"--worker {body['url']}: {error}") from None
         self._cluster = Cluster(
             self._core,
             args,

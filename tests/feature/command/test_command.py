@@ -213,7 +213,7 @@ def test_several_workers_may_stand_behind_one_flag() -> None:
     args = frontend(["--prefill-worker", "http://a", "http://b", "--shadow-policy", "kv", "random"])
     assert args.prefill_workers == ["http://a", "http://b"]
     assert args.shadow_policies == ["kv", "random"]
-    assert [one.url for one in router(["--worker", "http://a", "http://b,id=7"]).workers] == [
+    assert [one["url"] for one in router(["--worker", "http://a", "http://b,id=7"]).workers] == [
         "http://a",
         "http://b",
     ]

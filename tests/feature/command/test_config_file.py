@@ -16,8 +16,8 @@ from kvflash.indexer.args import WorkerEntry
 from kvflash.indexer.args import parse_args as indexer
 from kvflash.mocker.args import parse_args as mocker
 from kvflash.mocker.config import MockerConfig
-from kvflash.router.args import WorkerSpec
 from kvflash.router.args import parse_args as router
+from kvflash.router.args import parse_worker
 
 Write = Callable[..., str]
 
@@ -124,7 +124,8 @@ def test_the_other_services_are_described_by_files(file: Write) -> None:
     args = router(["--config", file(
         "model-name: m\nblock-size: 16\nworker: http://a:1,id=3\nendpoint: a.b.c"
     )])  # fmt: skip
-    assert args.workers == (WorkerSpec(url="http://a:1", worker_id=3),)
+    assert args.workers == (parse_worker("http://a:1,id=3"),)
+    assert (args.workers[0]["url"], args.workers[0]["worker_id"]) == ("http://a:1", 3)
     assert (args.model_name, args.kv_cache_block_size, args.endpoint) == ("m", 16, "a.b.c")
     entries = (
         WorkerEntry(instance_id=1, dp_rank=0, endpoint="tcp://a:1"),
