@@ -1,13 +1,16 @@
 """Events over NATS: into the component's stream, or from the worker's local index."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from kvflash._core import EventOutbox
 from kvflash.background import Background
@@ -18,6 +21,10 @@ from kvflash.runtime import Component
 from kvflash.servers import NatsSettings, needing_nats
 from kvflash.transport import names
 from kvflash.transport.origin import Origin
+
+if TYPE_CHECKING:
+    from kvflash.transport.jetstream import JetStreamLog
+    from kvflash.transport.nats_core import NatsCorePublisher
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +64,6 @@ class _Epochs:
 
 
 _EPOCHS = _Epochs()
-
-_Open = Callable[[], Awaitable[None]]
-#: Takes epoch, number and content of a batch.
-_Send = Callable[[int, int, bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ class BrokerOutlet:
         try:
             served = await self._model()
             if served is not None:
-                await self._send_all(*self._destination(client, served))
+                await self._send_all(client, partial(self._origin, served))
         except KvflashError as error:
             logger.error("events are not sent: %s", error)
         finally:
@@ -208,57 +211,46 @@ class BrokerOutlet:
         self._is_named = served is not None
         return served
 
-    def _destination(self, client: Any, served: Served) -> tuple[_Open, _Send]:
-        """Functions that open the destination and send a batch there."""
+    def _origin(self, served: Served, epoch: int) -> Origin:
+        return Origin(
+            instance_id=self._instance_id,
+            dp_rank=self._dp_rank,
+            epoch=epoch,
+            model_name=served.model_name,
+            block_size=self.block_size,
+            tenant_id="prefill" if served.is_prefill else "default",
+        )
 
-        def origin_of(epoch: int) -> Origin:
-            return Origin(
-                instance_id=self._instance_id,
-                dp_rank=self._dp_rank,
-                epoch=epoch,
-                model_name=served.model_name,
-                block_size=self.block_size,
-                tenant_id="prefill" if served.is_prefill else "default",
-            )
-
+    def _destination(self, client: Any, origin: Origin) -> NatsCorePublisher | JetStreamLog:
         if self._has_local_index:
             from kvflash.transport.local_index import LocalIndex  # noqa: PLC0415
             from kvflash.transport.nats_core import NatsCorePublisher  # noqa: PLC0415
 
-            index = LocalIndex(origin_of(self._epoch))
-            query = names.query_subject(self._place, self._instance_id, self._dp_rank)
-            core = NatsCorePublisher(client, self._place, query, index)
-
-            async def publish(epoch: int, sequence: int, payload: bytes) -> None:
-                await core.send(origin_of(epoch), sequence, payload)
-
-            return core.open, publish
+            return NatsCorePublisher(client, self._place, LocalIndex(origin))
         from kvflash.transport.jetstream import JetStreamLog  # noqa: PLC0415
 
-        log = JetStreamLog(client, self._place, self._settings)
+        return JetStreamLog(client, self._place, self._settings)
 
-        async def store(epoch: int, sequence: int, payload: bytes) -> None:
-            origin = origin_of(epoch)
-            await log.append(origin.headers(sequence), payload, key=origin.key(sequence))
-            self._counts["stored_batches"] += 1
-
-        return log.ensure, store
-
-    async def _send_all(self, open_: _Open, send: _Send) -> None:
+    async def _send_all(self, client: Any, origin_of: Callable[[int], Origin]) -> None:
+        destination = self._destination(client, origin_of(self._epoch))
         is_open, pause_s, outage = False, _RETRY_S, Outage(logger, "events are stored again")
         while True:
             try:
                 if not is_open:
-                    await open_()
+                    await destination.ensure()
                     is_open = True
                 batch = await self._next()
                 if batch is None:
                     return
+                epoch, sequence, payload = batch
                 try:
-                    await send(*batch)
+                    await destination.send(origin_of(epoch), sequence, payload)
                 except InvalidArgumentError as error:
                     logger.error("a batch of events is lost: %s", error)
                     self._counts["dropped_batches"] += 1
+                else:
+                    if not self._has_local_index:
+                        self._counts["stored_batches"] += 1
             except KvflashError as error:
                 if self._is_closed:
                     return

@@ -20,6 +20,7 @@ from kvflash.nats_login import Client, reaching
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import LogState, Message
 from kvflash.transport.nats_connection import message_bytes
+from kvflash.transport.origin import Origin
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,10 @@ class JetStreamLog:
                     f"stream {self.name}: a message of {size} bytes is above its max_msg_size"
                 ) from error
         return ack.seq
+
+    async def send(self, origin: Origin, sequence: int, payload: bytes) -> None:
+        """Store a batch of events, once however often it is sent."""
+        await self.append(origin.headers(sequence), payload, key=origin.key(sequence))
 
     async def open_reader(self, name: str, start: int) -> JetStreamReader:
         """Create a reader from message ``start`` on; replaces a reader of the same name."""

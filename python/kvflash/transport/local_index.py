@@ -77,7 +77,7 @@ class LocalIndex:
     def __init__(
         self, origin: Origin, *, ring_batches: int = RING_BATCHES, ring_bytes: int = RING_BYTES
     ) -> None:
-        self.epoch = origin.epoch
+        self.origin, self.epoch = origin, origin.epoch
         self._catalog = Catalog(max_blocks=0)
         self._publisher = origin.register(self._catalog, "inproc://own")
         self._ring: deque[tuple[int, bytes]] = deque()

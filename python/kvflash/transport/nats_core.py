@@ -222,11 +222,11 @@ async def ask_worker(client: Client, subject: str, start: int | None, end: int |
 class NatsCorePublisher:
     """The worker's side: publishes batches and answers queries about its index."""
 
-    def __init__(self, client: Client, subject: str, query_subject: str, index: LocalIndex) -> None:
-        self._client, self._subject, self._query_subject = client, subject, query_subject
-        self._index = index
+    def __init__(self, client: Client, subject: str, index: LocalIndex) -> None:
+        self._client, self._subject, self._index = client, subject, index
+        self._query_subject = names.query_subject(subject, *index.origin.worker)
 
-    async def open(self) -> None:
+    async def ensure(self) -> None:
         """Answer queries from now on."""
 
         async def respond(message: Any) -> None:
@@ -238,7 +238,7 @@ class NatsCorePublisher:
 
     async def send(self, origin: Origin, sequence: int, payload: bytes) -> None:
         """Publish a batch. Call in the order of the numbers."""
-        if self._index.epoch != origin.epoch:
+        if self._index.origin != origin:
             # The engine has restarted.
             self._index = LocalIndex(origin)
         # Into the index first: a reader that misses the message can query it.

@@ -153,13 +153,8 @@ class Worker(Background):
 
     async def _serve(self, settings: NatsSettings) -> None:
         client = await connect(settings, name="worker")
-        self._publisher = NatsCorePublisher(
-            client,
-            SUBJECT,
-            names.query_subject(SUBJECT, 1, 0),
-            self._index,
-        )
-        await self._publisher.open()
+        self._publisher = NatsCorePublisher(client, SUBJECT, self._index)
+        await self._publisher.ensure()
         await client.flush()
         self.ready()
         await self.ending.wait()
