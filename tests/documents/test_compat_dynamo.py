@@ -13,9 +13,10 @@ import pytest
 from support_stage import Stage
 
 from kvflash import ConfigError, InvalidArgumentError, command
-from kvflash.compat.dynamo import KvRouterConfig, main
+from kvflash.compat.dynamo.classes import KvRouterConfig
 from kvflash.compat.dynamo.flags import translate
 from kvflash.compat.dynamo.modules import MODULES
+from kvflash.compat.dynamo.run import main
 from kvflash.discovery.opening import discovery_kind
 from kvflash.mocker.args import parse_args as parse_mocker
 from kvflash.runtime.settings import plane_name

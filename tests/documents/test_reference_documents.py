@@ -20,7 +20,7 @@ from support_markdown import Block, read_blocks
 from support_stage import TINY_LLAMA, Stage, items, run_fragment
 
 from kvflash import KvPushRouter, KvRouterConfig
-from kvflash.compat.dynamo import DistributedRuntime
+from kvflash.compat.dynamo.classes import DistributedRuntime
 from service import Http, Process
 
 FOLDER = os.environ.get("KVFLASH_REFERENCE_DOCUMENTS", "")

@@ -55,7 +55,7 @@ assert not found, found"""
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", ["compat.dynamo", "discovery", "publisher"])
+@pytest.mark.parametrize("path", ["discovery", "publisher"])
 def test_names_that_are_imported_later_are_all_there(path: str) -> None:
     lobby = import_module(f"kvflash.{path}")
     assert lobby.__all__ == sorted(lobby.__all__)
