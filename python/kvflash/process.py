@@ -20,7 +20,7 @@ from kvflash.address import reachable
 from kvflash.console import LogLine, announce, level_name, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
 from kvflash.roster.core import Replicas
-from kvflash.settings import warn_of_misspelt
+from kvflash.settings import Args, warn_of_misspelt
 from kvflash.signals import ending_signals
 from kvflash.transport.receiver import Feed
 
@@ -39,24 +39,21 @@ class FedService:
     """A core service with the transport that feeds it, in their own threads.
 
     Several may live in one process, each with its own sockets. A service starts once and stops
-    once; as a context manager it does both. Port 0 picks a free one. ``parts`` start after it, in
-    this order, and stop before it, in reverse; ``replicas`` share the load of its last requests.
+    once; as a context manager it does both. ``args`` has its host, port (0 picks a free one) and
+    tls_cert_path. ``parts`` start after it, in this order, and stop before it, in reverse;
+    ``replicas`` share the load of its last requests.
     """
 
     def __init__(
         self,
         core: Frontend | Indexer | Router,
+        args: Args,
         *,
-        host: str,
-        port: int,
-        is_encrypted: bool = False,
         replicas: Replicas | None = None,
         parts: Iterable[Background] = (),
     ) -> None:
-        self._core = core
-        self._host = host
-        self._wanted_port = port
-        self._scheme = "https" if is_encrypted else "http"
+        self._core, self._args = core, args
+        self._scheme = "http" if args.tls_cert_path is None else "https"
         self._port: int | None = None
         self._replicas, self._parts = replicas or Replicas(), list(parts)
         self._feed = Feed(core.catalog, has_broker=self._replicas.is_nats)
@@ -80,7 +77,7 @@ class FedService:
         Raises:
             ClosedError: It has not started yet.
         """
-        return f"{self._scheme}://{reachable(self._host)}:{self.port}"
+        return f"{self._scheme}://{reachable(self._args.host)}:{self.port}"
 
     def start(self) -> Self:
         """Serve HTTP and receive events in the background; returns itself.
@@ -93,7 +90,7 @@ class FedService:
         self._replicas.check()
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service can start only once; create a new one")
-        self._port = self._core.start(self._host, self._wanted_port)
+        self._port = self._core.start(self._args.host, self._args.port)
         self._feed.start()
         # As for the feed: the core's threads must not outlive the interpreter.
         atexit.register(self._end)

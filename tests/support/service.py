@@ -26,6 +26,7 @@ import zmq
 from forks import Forked, Forks, read_at_start
 from kvflash import compute_sequence_hashes
 from kvflash._core import Indexer
+from kvflash.indexer.args import IndexerArgs
 from kvflash.process import FedService
 from kvflash.transport import zmq as zmq_transport
 from kvflash.transport import zmq_socket
@@ -424,7 +425,7 @@ class EmbeddedIndexer:
                 patch.setattr(zmq_transport, "find_drain", lambda: None)
             self.receiver = zmq_transport.ZmqReceiver(indexer.catalog)
         self.receiver.start()
-        self._service = FedService(indexer, host="127.0.0.1", port=0)
+        self._service = FedService(indexer, IndexerArgs(host="127.0.0.1", port=0))
         self._service._feed._receivers[""] = self.receiver
         self._service.start()
         self.http = Http(self._service.url)

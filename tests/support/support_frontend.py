@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import re
@@ -102,7 +103,7 @@ class Frontend(Client):
     def __init__(self, *flags: str, host: str = "127.0.0.1") -> None:
         args = parse_args(["--host", host, "--seed", "7", "--discovery", "none", *flags])
         self.core, _ = make_frontend(args)
-        self._service = FedService(self.core, host=host, port=0)
+        self._service = FedService(self.core, dataclasses.replace(args, port=0))
         self._service.start()
         self.url = self._service.url
         self.http = Http(self.url)

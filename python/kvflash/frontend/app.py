@@ -98,7 +98,6 @@ class _Watched(FedService):
 
     def __init__(self, args: FrontendArgs) -> None:
         frontend, self._fleet = make_frontend(args)
-        self._args = args
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
@@ -134,14 +133,7 @@ class _Watched(FedService):
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
 
             parts.append(AnnouncedIndexer(kind, args.namespace, args.host, lambda: self.url))
-        super().__init__(
-            frontend,
-            host=args.host,
-            port=args.port,
-            is_encrypted=args.tls_cert_path is not None,
-            replicas=self._cluster,
-            parts=parts,
-        )
+        super().__init__(frontend, args, replicas=self._cluster, parts=parts)
 
     def start(self) -> Self:
         super().start()

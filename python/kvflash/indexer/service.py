@@ -96,14 +96,7 @@ class IndexerService(FedService):
             parts.append(AnnouncedIndexer(args.discovery_kind, *where))
         self.register, self.unregister = self._core.register, self._core.unregister
         self.query = _decoded(self._core.query)
-        super().__init__(
-            self._core,
-            host=args.host,
-            port=args.port,
-            is_encrypted=args.tls_cert_path is not None,
-            replicas=replicas,
-            parts=parts,
-        )
+        super().__init__(self._core, args, replicas=replicas, parts=parts)
 
     def is_ready(self) -> bool:
         """Whether it has recovered from a peer and has its initial workers, as GET /ready says."""

@@ -92,14 +92,7 @@ class RouterService(FedService):
 
             where = (namespace, args.host, lambda: self.url)
             parts.append(AnnouncedIndexer(discovery_kind(), *where))
-        super().__init__(
-            self._core,
-            host=args.host,
-            port=args.port,
-            is_encrypted=args.tls_cert_path is not None,
-            replicas=self._cluster,
-            parts=parts,
-        )
+        super().__init__(self._core, args, replicas=self._cluster, parts=parts)
 
     @property
     def decider(self) -> Decider:
