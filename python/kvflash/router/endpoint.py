@@ -20,6 +20,7 @@ from kvflash.runtime import Context, DistributedRuntime
 from kvflash.runtime.serving import Handler
 
 if TYPE_CHECKING:
+    from kvflash.router.args import RouterArgs
     from kvflash.router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -32,22 +33,23 @@ PAUSE_S = 2.0
 class EndpointRouter(Background):
     """Serves ``namespace.router.generate`` and ``namespace.router.best_worker_id``.
 
-    It shares the router with its HTTP service; ``endpoint`` is ``namespace.component.endpoint`` of
-    the workers, ``model_name`` the model of workers without a card. An invalid environment is a
-    ConfigError.
+    It shares the router with its HTTP service; the settings' endpoint is that of the workers. An
+    invalid environment is a ConfigError.
     """
 
-    def __init__(
-        self, router: RouterService, endpoint: str, *, cluster: Cluster, model_name: str
-    ) -> None:
+    def __init__(self, router: RouterService, cluster: Cluster, args: RouterArgs) -> None:
         self._runtime = DistributedRuntime.detached()
-        workers = self._runtime.endpoint(endpoint)
+        workers = self._runtime.endpoint(args.endpoint)
         self._component = workers.component.namespace.component("router")
         self._workers = DiscoveredWorkers(
-            router, self._runtime.discovery, workers.path, model_name=model_name, cluster=cluster
+            router,
+            self._runtime.discovery,
+            workers.path,
+            model_name=args.model_name,
+            cluster=cluster,
         )
         self._decider, self._is_slow = router.decider, router.is_slow
-        self._line = WaitingLine(self._decider, router.queue_timeout_s, is_slow=router.is_slow)
+        self._line = WaitingLine(self._decider, args.router_queue_timeout, is_slow=router.is_slow)
         self._sender = Sender(self._line, workers.client(), lambda: self._workers.ids)
         super().__init__("the router on the request plane", self._route, is_cancelled=False)
 

@@ -75,18 +75,12 @@ class RouterService(FedService):
 
             show = self._core.set_remote_indexer
             parts.append(IndexerFinder(discovery_kind(), namespace, show))
-        #: Time limit of a request's wait for a worker with room, seconds.
-        self.queue_timeout_s = args.router_queue_timeout
         #: Whether a decision may wait for a remote indexer or a policy in Python.
         self.is_slow = args.use_remote_indexer is not None or self._policy is not None
         if args.endpoint is not None:
             from kvflash.router.endpoint import EndpointRouter  # noqa: PLC0415
 
-            parts.append(
-                EndpointRouter(
-                    self, args.endpoint, cluster=self._cluster, model_name=args.model_name
-                )
-            )
+            parts.append(EndpointRouter(self, self._cluster, args))
         if args.serve_indexer and namespace is not None:
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
 
