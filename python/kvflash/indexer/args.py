@@ -61,15 +61,6 @@ class IndexerArgs(Args, FleetFlags):
             raise ConfigError("--tenant-id must not be empty: leave it out for 'default'")
         if self.workers and self.block_size is None:
             raise ConfigError("--block-size is required with --workers")
-        seen = set()
-        for worker in self.workers:
-            identity = (worker.instance_id, worker.dp_rank)
-            if identity in seen:
-                raise ConfigError(
-                    f"--workers: instance_id {worker.instance_id} dp_rank {worker.dp_rank} "
-                    "appears twice"
-                )
-            seen.add(identity)
         self.check_dns()
 
 

@@ -115,7 +115,8 @@ def test_main_refuses_with_status_2(capsys):
     assert "invalid worker entry '1'" in capsys.readouterr().err
     workers = "1=tcp://127.0.0.1:1,1=tcp://127.0.0.1:2"
     assert main(["--workers", workers, "--block-size", "4"]) == 2
-    assert "--workers: instance_id 1 dp_rank 0 appears twice" in capsys.readouterr().err
+    told = "--workers: entry '1:0=tcp://127.0.0.1:2': instance_id 1 dp_rank 0 is already registered"
+    assert told in capsys.readouterr().err
     for endpoint in ("udp://127.0.0.1:1", "tcp://host", "host:1", "tcp://h:99999"):
         assert main(["--workers", f"7:1={endpoint}", "--block-size", "4"]) == 2
         error = capsys.readouterr().err
