@@ -411,20 +411,13 @@ class ZmqReceiver:
                 self._follow(subscription, subscription.repair.live(messages))
             elif kind == "lost":
                 # What came before the first batch received can't have evicted a known block.
-                is_one = first == last
-                lost = f"batch {first} was" if is_one else f"batches {first}..{last} were"
-                them = "it" if is_one else "them"
+                lost, them = f"batches {first}..{last} were", "them"
+                if first == last:
+                    lost, them = f"batch {first} was", "it"
                 evicted = f", and blocks evicted in {them} are still credited" if first else ""
-                logger.warning(
-                    "engine at %s: %s not received, and it has no replay endpoint "
-                    "to ask for %s: blocks stored in %s earn no credit%s%s",
-                    endpoint,
-                    lost,
-                    them,
-                    them,
-                    evicted,
-                    why,
-                )
+                text = f"{lost} not received, and it has no replay endpoint to ask for {them}"
+                text += f": blocks stored in {them} earn no credit{evicted}{why}"
+                logger.warning("engine at %s: %s", endpoint, text)
             else:
                 text = "engine at %s: replay from batch %d by %s failed: %s"
                 logger.warning(text, endpoint, first, subscription.replay_endpoint, why)
