@@ -87,25 +87,23 @@ class _Booker:
         """
         if self._is_pinned and tried:
             raise NoWorkerError("the request was pinned to a worker that failed")
+        book = partial(self._sender.line.book, token_ids, request_id=self._name)
         options, suspects = self._options, self._sender.client.suspects()
         if self._is_pinned or not (tried or suspects):
-            return await self._book_with(token_ids, options)
+            return await book(options)
         allowed = options.get("allowed_worker_ids")
         ids = self._sender.worker_ids() if allowed is None else allowed
         try:
             left = [i for i in ids if i not in tried]
         except TypeError:
             # Not a list of numbers: the core refuses it, and says so.
-            return await self._book_with(token_ids, options)
+            return await book(options)
         best = [i for i in left if i not in suspects]
         if best and best != left:
             # The others may be draining.
             with contextlib.suppress(NoWorkerError):
-                return await self._book_with(token_ids, options | {"allowed_worker_ids": best})
-        return await self._book_with(token_ids, options | {"allowed_worker_ids": left})
-
-    async def _book_with(self, token_ids: Sequence[int], options: dict[str, Any]) -> RouterBooking:
-        return await self._sender.line.book(token_ids, options, request_id=self._name)
+                return await book(options | {"allowed_worker_ids": best})
+        return await book(options | {"allowed_worker_ids": left})
 
 
 class RoutedStream(AsyncIterator[Any], contextlib.AbstractAsyncContextManager["RoutedStream"]):
