@@ -246,7 +246,7 @@ fn decision(workers: u64, tokens: u64) {
             cache.push_back(&prompt[prompt.len() - prompt.len().min(8)..]);
             if cache.len() > KEPT_REQUESTS {
                 let evicted = cache.pop_front().expect("it is full");
-                auto.evicted(worker, evicted, now_ms);
+                auto.evicted(worker, evicted);
             }
         }
         if running.len() > 4 * workers as usize {

@@ -135,8 +135,8 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
     }
 
     /// A worker's engine evicted blocks with these local hashes from its device.
-    fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
-        self.members().iter().for_each(|one| one.evicted(worker, local_hashes, now_ms));
+    fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
+        self.members().iter().for_each(|one| one.evicted(worker, local_hashes));
     }
 
     /// A worker's device cache was cleared.
@@ -281,6 +281,8 @@ pub struct Ticket {
     pub work_tokens: f64,
     /// Of these, its own.
     pub own_tokens: f64,
+    /// Its number among the requests of its pool.
+    pub number: u64,
     /// Hash of the prompt's last full block; `None` while unknown.
     pub tail: Option<u64>,
     /// Whether its answer is not streamed.

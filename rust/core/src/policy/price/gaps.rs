@@ -1,4 +1,5 @@
-//! Pauses of sessions between two turns.
+//! Gaps of sessions between two turns, in requests to the pool; see
+//! [`Traffic::requests`](super::Traffic).
 
 use hashbrown::HashMap;
 
@@ -10,29 +11,25 @@ const FILTER_BITS: usize = 1 << 20;
 const LOOK_BACK: usize = 128;
 /// Gaps needed before their distribution is used.
 const FEWEST: f64 = 10.0;
-/// A silence, as a multiple of the mean gap, over all sessions.
-const SILENCE: f64 = 4.0;
 /// Minimum weight of the latest gap.
 const LATEST: f64 = 0.05;
 /// Lower bound of the spread of ln(gap).
 const LEAST_SPREAD: f64 = 0.2;
 
-/// Ends of prompts, and the distribution of the time until they are continued.
+/// Ends of prompts, and the distribution of the gaps until they are continued.
 #[derive(Debug)]
 pub(super) struct Gaps {
-    /// When a prompt that ended with this block was last routed, in milliseconds: the current and
-    /// the previous generation.
+    /// The number of the last request with a prompt that ended with this block: the current and the
+    /// previous generation.
     tails: [HashMap<u64, u64>; 2],
     filter: Box<[u64]>,
-    /// Mean of ln(gap in ms).
+    /// Mean of ln(gap).
     mean: f64,
     variance: f64,
     /// Gaps that the distribution rests on.
     count: f64,
     /// Gaps seen in all.
     total: u64,
-    /// When the last prompt arrived.
-    seen_ms: u64,
 }
 
 impl Default for Gaps {
@@ -44,7 +41,6 @@ impl Default for Gaps {
             variance: 0.25,
             count: 0.0,
             total: 0,
-            seen_ms: 0,
         }
     }
 }
@@ -55,30 +51,24 @@ impl Gaps {
     ///
     /// # Cost
     /// O(1): a session that continues far beyond the end of its last turn is not recognized.
-    pub fn see(&mut self, sequence_hashes: &[u64], held: usize, is_retry: bool, now_ms: u64) {
+    pub fn see(&mut self, sequence_hashes: &[u64], held: usize, is_retry: bool, now: u64) {
         let Some(last) = sequence_hashes.last() else { return };
-        // After a silence much longer than the pauses of sessions the traffic may have changed, so
-        // it is learned faster.
-        if now_ms.saturating_sub(self.seen_ms) as f64 > SILENCE * self.mean.exp() {
-            self.count = self.count.min(FEWEST);
-        }
-        self.seen_ms = now_ms;
         let len = sequence_hashes.len();
         let from_end = len.saturating_sub(LOOK_BACK)..len;
         let from_held = held.saturating_sub(LOOK_BACK)..held.min(from_end.start);
         let places = from_end.rev().chain(from_held.rev());
         let known = places.map(|at| sequence_hashes[at]).find_map(|hash| self.tail(hash));
-        if let Some(at_ms) = known.filter(|_| !is_retry) {
-            self.add(now_ms.saturating_sub(at_ms));
+        if let Some(before) = known.filter(|_| !is_retry) {
+            self.add(now.saturating_sub(before));
         }
-        self.remember(*last, now_ms);
+        self.remember(*last, now);
     }
 
-    /// Forgets a prompt with this last block, routed at `routed_ms`, that was not answered: the same
+    /// Forgets request `number` with this last block, which was not answered: the same
     /// prompt at another worker is no turn of a session.
-    pub fn failed(&mut self, last: u64, routed_ms: u64) {
+    pub fn failed(&mut self, last: u64, number: u64) {
         for tails in &mut self.tails {
-            if tails.get(&last) == Some(&routed_ms) {
+            if tails.get(&last) == Some(&number) {
                 tails.remove(&last);
             }
         }
@@ -92,7 +82,7 @@ impl Gaps {
         self.tails.iter().find_map(|tails| tails.get(&hash).copied())
     }
 
-    fn remember(&mut self, hash: u64, now_ms: u64) {
+    fn remember(&mut self, hash: u64, now: u64) {
         if self.tails[0].len() >= TAILS && !self.tails[0].contains_key(&hash) {
             let [young, old] = &mut self.tails;
             std::mem::swap(young, old);
@@ -105,11 +95,11 @@ impl Gaps {
         }
         let bit = hash as usize % FILTER_BITS;
         self.filter[bit / 64] |= 1 << (bit % 64);
-        self.tails[0].insert(hash, now_ms);
+        self.tails[0].insert(hash, now);
     }
 
-    fn add(&mut self, gap_ms: u64) {
-        let ln = (gap_ms.max(1) as f64).ln();
+    fn add(&mut self, gap: u64) {
+        let ln = (gap.max(1) as f64).ln();
         self.count += 1.0;
         self.total += 1;
         if self.count == 1.0 {
@@ -120,19 +110,19 @@ impl Gaps {
         self.variance += (0.5 / self.count).max(LATEST) * (off * off - self.variance);
     }
 
-    /// Share of sessions that return after about `age_ms`, per unit of ln(time), from a logistic
+    /// Share of sessions that return after about `age` requests, per unit of ln(age), from a logistic
     /// distribution; `None` until enough gaps were seen.
-    pub fn density(&self, age_ms: f64) -> Option<f64> {
+    pub fn density(&self, age: f64) -> Option<f64> {
         if self.count < FEWEST {
             return None;
         }
         let spread = self.variance.sqrt().max(LEAST_SPREAD);
-        let z = (age_ms.max(1.0).ln() - self.mean) / spread;
+        let z = (age.max(1.0).ln() - self.mean) / spread;
         let below = 1.0 / (1.0 + (-(1.7 * z).clamp(-30.0, 30.0)).exp());
         Some(1.7 / spread * below * (1.0 - below))
     }
 
-    /// Mean and spread of ln(gap in ms), and the number of gaps seen.
+    /// Mean and spread of ln(gap), and the number of gaps seen.
     pub fn ln_gap(&self) -> (f64, f64, u64) {
         (self.mean, self.variance.sqrt(), self.total)
     }
@@ -157,7 +147,7 @@ mod tests {
         let (mean, spread, count) = gaps.ln_gap();
         assert_eq!(count, 16);
         assert!((mean - 10_000_f64.ln()).abs() < 1e-9 && spread < 0.5);
-        let at = |ms: f64| gaps.density(ms).expect("enough were seen");
+        let at = |age: f64| gaps.density(age).expect("enough were seen");
         assert!(at(10_000.0) > 10.0 * at(1_000.0) && at(10_000.0) > 10.0 * at(100_000.0));
     }
 
@@ -173,23 +163,15 @@ mod tests {
     #[test]
     fn a_failed_request_at_another_worker_is_no_turn() {
         let mut gaps = Gaps::default();
-        for at_ms in [1_000, 1_003, 1_006] {
-            gaps.failed(3, at_ms - 3);
-            gaps.see(&[1, 2, 3], 0, false, at_ms);
+        for number in [1_000, 1_003, 1_006] {
+            gaps.failed(3, number - 3);
+            gaps.see(&[1, 2, 3], 0, false, number);
         }
         assert_eq!(gaps.ln_gap().2, 0);
         // A session's next turn may end within the same block.
         gaps.see(&[1, 2, 3], 0, false, 9_000);
         let (mean, _, count) = gaps.ln_gap();
         assert_eq!((mean, count), (7_994_f64.ln(), 1));
-    }
-
-    #[test]
-    fn a_silence_takes_no_gap_out_of_the_count() {
-        let mut gaps = Gaps::default();
-        (0..40).for_each(|number| gaps.see(&[7], 0, false, 1_000 * number));
-        gaps.see(&[8], 0, false, 90_000_000);
-        assert_eq!((gaps.count, gaps.ln_gap().2), (FEWEST, 39));
     }
 
     #[test]

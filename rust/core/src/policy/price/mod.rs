@@ -31,8 +31,8 @@ use rule::{MissCost, MostPressure, Rates, Tariff};
 /// The policy's name.
 pub const AUTO: &str = "auto";
 
-/// How long a worker's rates stay valid without new data: as a share of its cache's retention, and
-/// in milliseconds at most.
+/// How long a worker's rates stay valid without new data: in requests, as a share of its cache's
+/// retention, and in milliseconds.
 const RATES_STAND: f64 = 0.05;
 const RATES_STAND_MS: u64 = 1_000;
 
@@ -41,13 +41,16 @@ const RATES_STAND_MS: u64 = 1_000;
 struct Known {
     worker: Worker,
     rates: Rates,
-    /// When the rates expire; 0 after new data.
+    /// When the rates expire, in time and in requests; 0 after new data.
     until_ms: u64,
+    until: u64,
     learned: Box<Learned>,
 }
 
 #[derive(Debug, Default)]
 struct Learned {
+    /// Of the last request that was routed to it.
+    pool: Box<str>,
     retention: Retention,
     pace: Pace,
     wholes: LastWholes,
@@ -55,34 +58,38 @@ struct Learned {
 
 impl Known {
     fn new(worker: Worker) -> Self {
-        Self { worker, rates: Rates::NEUTRAL, until_ms: 0, learned: Box::default() }
+        Self { worker, rates: Rates::NEUTRAL, until_ms: 0, until: 0, learned: Box::default() }
     }
 
+    /// `now` in requests.
     #[inline(always)]
-    fn rates(&mut self, gaps: &Gaps, now_ms: u64) -> Rates {
-        if now_ms >= self.until_ms {
-            self.refresh(gaps, now_ms);
+    fn rates(&mut self, gaps: &Gaps, now_ms: u64, now: u64) -> Rates {
+        if now_ms >= self.until_ms || now >= self.until {
+            self.refresh(gaps, now_ms, now);
         }
         self.rates
     }
 
     #[cold]
-    fn refresh(&mut self, gaps: &Gaps, now_ms: u64) {
+    fn refresh(&mut self, gaps: &Gaps, now_ms: u64, now: u64) {
         let Learned { retention, pace, .. } = &*self.learned;
-        let age_ms = retention.age_ms(now_ms).unwrap_or(f64::INFINITY);
+        let age = retention.age(now).unwrap_or(f64::INFINITY);
         self.rates = Rates {
             slowness: pace.slowness(now_ms),
-            pressure: rule::pressure(retention, gaps, now_ms),
+            pressure: rule::pressure(retention, gaps, now),
         };
+        self.until_ms = now_ms.saturating_add(RATES_STAND_MS);
         // Saturates, like every cast from float to integer.
-        let stands_ms = ((age_ms * RATES_STAND) as u64).clamp(1, RATES_STAND_MS);
-        self.until_ms = now_ms.saturating_add(stands_ms);
+        self.until = now.saturating_add(((age * RATES_STAND) as u64).max(1));
     }
 }
 
 /// State of the traffic of one pool: the workers of a model that compete for its requests.
 #[derive(Debug, Default)]
 struct Traffic {
+    /// Requests so far: the clock for gaps and ages of blocks. When engines slow down or fewer users
+    /// come, both take longer but span about as many requests as before.
+    requests: u64,
     gaps: Gaps,
     wanted: Wanted,
     answers: pace::Answers,
@@ -104,24 +111,20 @@ impl Traffic {
     }
 }
 
+/// Ascending by worker, in the order of the candidates.
 #[derive(Debug, Default)]
-struct State {
-    /// Ascending by worker, in the order of the candidates.
-    workers: Vec<Known>,
-    /// By pool.
-    traffic: HashMap<Box<str>, Traffic>,
-}
+struct Workers(Vec<Known>);
 
-impl State {
+impl Workers {
     /// The index of a worker, or where to insert it.
     fn place(&self, worker: Worker) -> std::result::Result<usize, usize> {
-        self.workers.binary_search_by_key(&worker, |known| known.worker)
+        self.0.binary_search_by_key(&worker, |known| known.worker)
     }
 
     /// The state of a worker that requests were routed to.
     fn find(&mut self, worker: Worker) -> Option<&mut Known> {
         let at = self.place(worker).ok()?;
-        Some(&mut self.workers[at])
+        Some(&mut self.0[at])
     }
 
     /// The same, created if missing.
@@ -129,12 +132,19 @@ impl State {
         let at = match self.place(worker) {
             Ok(at) => at,
             Err(at) => {
-                self.workers.insert(at, Known::new(worker));
+                self.0.insert(at, Known::new(worker));
                 at
             }
         };
-        &mut self.workers[at]
+        &mut self.0[at]
     }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    workers: Workers,
+    /// By pool.
+    traffic: HashMap<Box<str>, Traffic>,
 }
 
 /// The policy.
@@ -162,7 +172,7 @@ impl PricePolicy {
         let State { workers, traffic } = &mut *guard;
         let traffic = traffic.entry_ref(context.pool).or_default();
         let step_tokens = traffic.steps.tokens(traffic.token_ms());
-        let Traffic { gaps, wanted, answers, most_pressure, .. } = traffic;
+        let Traffic { requests, gaps, wanted, answers, most_pressure, .. } = traffic;
         let marks = context.memo.marks(context.sequence_hashes);
         let overlaps = candidates.list.iter().map(|one| one.overlap_blocks);
         let weights = wanted.weights(marks, overlaps);
@@ -177,12 +187,12 @@ impl PricePolicy {
         for (index, one) in candidates.list.iter().enumerate() {
             let mut rates = Rates::NEUTRAL;
             // Both are in worker order.
-            while let Some(known) = workers.get_mut(next)
+            while let Some(known) = workers.0.get_mut(next)
                 && known.worker <= one.worker
             {
                 next += 1;
                 if known.worker == one.worker {
-                    rates = known.rates(gaps, context.now_ms);
+                    rates = known.rates(gaps, context.now_ms, *requests);
                     break;
                 }
             }
@@ -236,25 +246,31 @@ impl RoutePolicy for PricePolicy {
         let own = context.request.uncached_tokens(chosen);
         let marks = context.memo.marks(context.sequence_hashes);
         let best = candidates.list.iter().map(|one| one.overlap_blocks).max().unwrap_or(0);
-        let mut state = self.state.lock();
-        let known = state.known(chosen.worker);
-        if context.is_indexed {
-            known.learned.retention.used(context.local_hashes, context.now_ms);
-        }
-        let pressure = known.rates.pressure;
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
         let traffic = state.traffic.entry_ref(context.pool).or_default();
-        traffic.most_pressure.see(pressure, candidates.len());
-        traffic.wanted.add(marks);
-        // The request was seen before, when its prefill was routed.
+        // Of a decode stage, the request was seen before, when its prefill was routed.
         if context.request.stage != Stage::Decode {
-            let Context { sequence_hashes, is_retry, now_ms, .. } = *context;
-            traffic.gaps.see(sequence_hashes, best as usize, is_retry, now_ms);
+            traffic.requests += 1;
+            let Context { sequence_hashes, is_retry, .. } = *context;
+            traffic.gaps.see(sequence_hashes, best as usize, is_retry, traffic.requests);
         }
-        drop(state);
+        let number = traffic.requests;
+        traffic.wanted.add(marks);
+        let known = state.workers.known(chosen.worker);
+        if context.is_indexed {
+            known.learned.retention.used(context.local_hashes, number);
+            if *known.learned.pool != *context.pool {
+                known.learned.pool = context.pool.into();
+            }
+        }
+        traffic.most_pressure.see(known.rates.pressure, candidates.len());
+        drop(guard);
         context.memo.set_ticket(Ticket {
             marks: marks.clone(),
             work_tokens: chosen.load.queued_tokens.saturating_add(own) as f64,
             own_tokens: own as f64,
+            number,
             tail: context.sequence_hashes.last().copied(),
             is_whole: context.is_whole,
             stage: context.request.stage,
@@ -266,8 +282,7 @@ impl RoutePolicy for PricePolicy {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         // A worker that has left meanwhile stays forgotten.
-        let place = state.place(finished.worker).ok();
-        let mut known = place.map(|at| &mut state.workers[at]);
+        let mut known = state.workers.find(finished.worker);
         // Nor does a closed pool come back with its last requests.
         let Some(traffic) = state.traffic.get_mut(finished.pool) else { return };
         traffic.wanted.remove(&ticket.marks);
@@ -280,7 +295,7 @@ impl RoutePolicy for PricePolicy {
         // Some gateways report only the end.
         let is_answered = finished.first_token_ms.is_some() || finished.output_tokens > 0;
         if let Some(last) = ticket.tail.filter(|_| !is_answered) {
-            traffic.gaps.failed(last, finished.routed_at_ms);
+            traffic.gaps.failed(last, ticket.number);
         }
         let Some(ms) = finished.first_token_ms else { return };
         if let Some(known) = known.as_mut().filter(|_| ticket.is_whole) {
@@ -303,7 +318,7 @@ impl RoutePolicy for PricePolicy {
             known.until_ms = 0;
         }
         if prefills.is_time_to_compare() {
-            Pace::compare(state.workers.iter_mut().map(|known| &mut known.learned.pace));
+            Pace::compare(state.workers.0.iter_mut().map(|known| &mut known.learned.pace));
         }
     }
 
@@ -311,24 +326,26 @@ impl RoutePolicy for PricePolicy {
         true
     }
 
-    fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
-        let mut state = self.state.lock();
-        let Some(known) = state.find(worker) else { return };
-        known.learned.retention.evicted(local_hashes, now_ms);
-        known.until_ms = 0;
+    fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let Some(known) = state.workers.find(worker) else { return };
+        let Some(traffic) = state.traffic.get(&known.learned.pool) else { return };
+        known.learned.retention.evicted(local_hashes, traffic.requests);
+        known.until = 0;
     }
 
     fn cleared(&self, worker: Worker) {
         let mut state = self.state.lock();
-        let Some(known) = state.find(worker) else { return };
+        let Some(known) = state.workers.find(worker) else { return };
         known.learned.retention = Retention::default();
-        known.until_ms = 0;
+        known.until = 0;
     }
 
     fn removed(&self, worker: Worker) {
         let mut state = self.state.lock();
-        if let Ok(at) = state.place(worker) {
-            state.workers.remove(at);
+        if let Ok(at) = state.workers.place(worker) {
+            state.workers.0.remove(at);
         }
     }
 
@@ -349,18 +366,18 @@ impl RoutePolicy for PricePolicy {
                 traffic.answers.clone().mean_tokens(now_ms),
             );
             tell(
-                "auto_session_gap_seconds",
-                "Typical pause between the requests of a session",
-                mean.exp() / 1_000.0,
+                "auto_session_gap_requests",
+                "Typical number of requests to the model between two of a session",
+                mean.exp(),
             );
             tell(
                 "auto_session_gap_log_spread",
-                "Spread of the sessions' pauses, in units of ln(seconds)",
+                "Spread of the sessions' gaps, in units of ln(requests)",
                 spread,
             );
             tell(
                 "auto_session_gaps_total",
-                "Observed pauses between the requests of a session",
+                "Observed gaps between the requests of a session",
                 count as f64,
             );
             tell(
@@ -384,7 +401,7 @@ impl RoutePolicy for PricePolicy {
                 traffic.wholes.ms_per_token() / 1_000.0,
             );
         }
-        for known in &state.workers {
+        for known in &state.workers.0 {
             let worker = known.worker.to_string();
             let label = ("worker", worker.as_str());
             let mut tell = |name, help, value| visit(Sample { name, help, label, value });
@@ -393,11 +410,12 @@ impl RoutePolicy for PricePolicy {
                 "The worker's time to the first token relative to the others'",
                 known.learned.pace.slowness(now_ms),
             );
-            if let Some(ms) = known.learned.retention.age_ms(now_ms) {
+            let requests = state.traffic.get(&known.learned.pool).map_or(0, |one| one.requests);
+            if let Some(age) = known.learned.retention.age(requests) {
                 tell(
-                    "auto_worker_retention_seconds",
-                    "Time since the last use of the blocks that the worker evicts now",
-                    ms / 1_000.0,
+                    "auto_worker_retention_requests",
+                    "Requests to the model since the last use of the blocks that the worker evicts now",
+                    age,
                 );
             }
             tell(

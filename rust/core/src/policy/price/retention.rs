@@ -1,4 +1,6 @@
 //! How long a worker keeps blocks: the age, since their last use, of blocks that it evicts now.
+//!
+//! Ages are in requests to the pool; see [`Traffic::requests`](super::Traffic).
 
 use hashbrown::HashMap;
 
@@ -15,15 +17,15 @@ const THINNED: usize = SAMPLE * 3 / 4;
 /// Evictions of one worker.
 #[derive(Debug, Default)]
 pub(super) struct Retention {
-    /// When blocks of the sample were last routed, in milliseconds, by local hash.
-    used_ms: HashMap<u64, u64>,
+    /// The request that last used a block of the sample, by local hash.
+    used: HashMap<u64, u64>,
     /// The sample contains blocks with this many leading zeros in their hash.
     zeros: u32,
-    /// Mean age at eviction, in milliseconds, and its weight.
-    age_ms: f64,
+    /// Mean age at eviction, and its weight.
+    age: f64,
     weight: f64,
-    /// When it last evicted a block.
-    evicted_ms: u64,
+    /// The request at which it last evicted a block.
+    evicted: u64,
     is_full: bool,
 }
 
@@ -33,44 +35,44 @@ impl Retention {
     }
 
     /// Records that a prompt of these blocks was routed to the worker.
-    pub fn used(&mut self, local_hashes: &[u64], now_ms: u64) {
+    pub fn used(&mut self, local_hashes: &[u64], now: u64) {
         for hash in local_hashes {
             if Self::is_sampled(self.zeros, *hash) {
-                self.used_ms.insert(*hash, now_ms);
-                if self.used_ms.len() > SAMPLE {
-                    self.shrink(now_ms);
+                self.used.insert(*hash, now);
+                if self.used.len() > SAMPLE {
+                    self.shrink(now);
                 }
             }
         }
     }
 
     /// Makes room in the sample: drops what must have gone unreported, and then half if needed.
-    fn shrink(&mut self, now_ms: u64) {
-        if let Some(age_ms) = self.age_ms(now_ms) {
-            let kept = |used_ms: u64| now_ms.saturating_sub(used_ms) as f64 <= LOST_AGES * age_ms;
-            self.used_ms.retain(|_, used_ms| kept(*used_ms));
+    fn shrink(&mut self, now: u64) {
+        if let Some(age) = self.age(now) {
+            let kept = |used: u64| now.saturating_sub(used) as f64 <= LOST_AGES * age;
+            self.used.retain(|_, used| kept(*used));
         }
-        if self.used_ms.len() > THINNED {
+        if self.used.len() > THINNED {
             self.zeros += 1;
             let zeros = self.zeros;
-            self.used_ms.retain(|hash, _| Self::is_sampled(zeros, *hash));
+            self.used.retain(|hash, _| Self::is_sampled(zeros, *hash));
         }
     }
 
     /// Records that the worker evicted these blocks.
-    pub fn evicted(&mut self, local_hashes: &[u64], now_ms: u64) {
+    pub fn evicted(&mut self, local_hashes: &[u64], now: u64) {
         self.is_full = true;
-        self.evicted_ms = now_ms;
+        self.evicted = now;
         for hash in local_hashes {
             if !Self::is_sampled(self.zeros, *hash) {
                 continue;
             }
-            let share = 1.0 / (MEMORY * self.used_ms.len().max(4) as f64);
-            let Some(used_ms) = self.used_ms.remove(hash) else { continue };
-            let age_ms = now_ms.saturating_sub(used_ms) as f64;
+            let share = 1.0 / (MEMORY * self.used.len().max(4) as f64);
+            let Some(used) = self.used.remove(hash) else { continue };
+            let age = now.saturating_sub(used) as f64;
             let kept = (-share).exp();
             self.weight = self.weight * kept + 1.0;
-            self.age_ms += (age_ms - self.age_ms) / self.weight;
+            self.age += (age - self.age) / self.weight;
         }
     }
 
@@ -79,11 +81,11 @@ impl Retention {
         self.is_full
     }
 
-    /// Mean age of blocks that it would evict now, in milliseconds; `None` before the first
-    /// eviction. While it evicts nothing, the next candidate ages.
-    pub fn age_ms(&self, now_ms: u64) -> Option<f64> {
-        let since_ms = now_ms.saturating_sub(self.evicted_ms) as f64;
-        (self.weight > 0.0).then_some(self.age_ms + since_ms)
+    /// Mean age of blocks that it would evict now; `None` before the first eviction. While it evicts
+    /// nothing, the next candidate ages.
+    pub fn age(&self, now: u64) -> Option<f64> {
+        let since = now.saturating_sub(self.evicted) as f64;
+        (self.weight > 0.0).then_some(self.age + since)
     }
 }
 
@@ -99,7 +101,7 @@ mod tests {
     fn the_age_of_what_goes_is_learned_from_a_sample_of_any_cache() {
         for blocks in [100_u64, 100_000] {
             let mut retention = Retention::default();
-            assert!(!retention.is_full() && retention.age_ms(0).is_none());
+            assert!(!retention.is_full() && retention.age(0).is_none());
             // First in, first out, one block per millisecond.
             for at in 0..4 * blocks {
                 retention.used(&[hash(at)], at);
@@ -107,11 +109,11 @@ mod tests {
                     retention.evicted(&[hash(at - blocks)], at);
                 }
             }
-            let now_ms = 4 * blocks - 1;
-            let age_ms = retention.age_ms(now_ms).expect("blocks went");
-            assert!((age_ms / blocks as f64 - 1.0).abs() < 0.01, "{blocks}: {age_ms}");
-            assert_eq!(retention.age_ms(now_ms + 5), Some(age_ms + 5.0));
-            assert!(retention.is_full() && retention.used_ms.len() <= SAMPLE);
+            let now = 4 * blocks - 1;
+            let age = retention.age(now).expect("blocks went");
+            assert!((age / blocks as f64 - 1.0).abs() < 0.01, "{blocks}: {age}");
+            assert_eq!(retention.age(now + 5), Some(age + 5.0));
+            assert!(retention.is_full() && retention.used.len() <= SAMPLE);
         }
     }
 
@@ -121,17 +123,17 @@ mod tests {
         // First in, first out; every tenth block is never reported as removed.
         // Blocks come every millisecond at first, and every third one in the end.
         let slow = 100 * blocks;
-        let at_ms = |at: u64| at + 2 * at.saturating_sub(slow);
+        let at_request = |at: u64| at + 2 * at.saturating_sub(slow);
         let last = slow + 3 * blocks;
         for at in 0..=last {
-            retention.used(&[hash(at)], at_ms(at));
+            retention.used(&[hash(at)], at_request(at));
             if at >= blocks && at % 10 != 0 {
-                retention.evicted(&[hash(at - blocks)], at_ms(at));
+                retention.evicted(&[hash(at - blocks)], at_request(at));
             }
         }
-        let age_ms = retention.age_ms(at_ms(last)).expect("blocks went");
-        assert!((age_ms / (3 * blocks) as f64 - 1.0).abs() < 0.1, "{age_ms}");
-        let live = retention.used_ms.values().filter(|ms| **ms >= at_ms(last - blocks)).count();
+        let age = retention.age(at_request(last)).expect("blocks went");
+        assert!((age / (3 * blocks) as f64 - 1.0).abs() < 0.1, "{age}");
+        let live = retention.used.values().filter(|ms| **ms >= at_request(last - blocks)).count();
         assert!(live > SAMPLE / 8, "{live}");
     }
 }

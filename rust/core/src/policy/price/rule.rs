@@ -21,7 +21,7 @@ const QUEUE_PER_PRESSURE: f64 = 6.0;
 /// the steps themselves, and blocks that another worker would lose cost more.
 const FREE_STEPS: f64 = 10.0;
 /// Queue beyond that, in prompts like this one, at which half of the additional weight applies.
-const HALF_CROWDED: f64 = 0.5;
+const HALF_CROWDED: f64 = 0.4;
 /// Prefill cost that attention adds per token and preceding token, in tokens.
 const ATTENTION: f64 = 3e-5;
 /// Maximum running answers that a prefill stalls.
@@ -261,14 +261,14 @@ fn work(tokens: f64) -> f64 {
 
 /// The cost of a token pushed into a worker's full cache, in tokens; 0 while there is room.
 ///
-/// The density of the gaps between turns at the age of evicted blocks, per unit of ln(time), gives
+/// The density of the gaps between turns at the age of evicted blocks, per unit of ln(age), gives
 /// the share of traffic that is lost per new block. A session is costly if the cache keeps blocks
 /// about as long as sessions pause, and nearly free if its blocks are lost anyway or never needed
 /// again.
-pub(super) fn pressure(retention: &Retention, gaps: &Gaps, now_ms: u64) -> f64 {
+pub(super) fn pressure(retention: &Retention, gaps: &Gaps, now: u64) -> f64 {
     if !retention.is_full() {
         return 0.0;
     }
-    let density = retention.age_ms(now_ms).and_then(|age_ms| gaps.density(age_ms));
+    let density = retention.age(now).and_then(|age| gaps.density(age));
     EVICTION_FLAT + EVICTION * density.unwrap_or(0.0)
 }

@@ -131,7 +131,7 @@ fn a_full_cache_has_a_price_and_an_empty_one_has_none() {
     let (choice, costs) = choose(&policy, &context, &list);
     assert_eq!(costs[0], costs[1]);
     policy.routed(&context, &Candidates::new(&list), &Choice { index: 0, ..choice });
-    policy.evicted(Worker::new(1, 0), &local_hashes[..4], 5_000);
+    policy.evicted(Worker::new(1, 0), &local_hashes[..4]);
     let context = Context::new(request(1_000), "m", 6_000);
     let (choice, costs) = choose(&policy, &context, &list);
     assert_eq!((choice.index, costs[0] > costs[1]), (1, true));
@@ -202,9 +202,10 @@ fn a_retry_after_the_first_token_is_no_turn_and_begins_a_pause() {
     };
     assert_eq!(route(false, &[1, 2], 0), 0.0);
     assert_eq!(route(true, &[1, 2], 50), 0.0);
+    (0..8).for_each(|other| _ = route(false, &[100 + other], 60 + other));
     assert_eq!(route(false, &[1, 2, 3], 9_050), 1.0);
-    let seconds = samples(&policy, "auto_session_gap_seconds")[0];
-    assert!((seconds - 9.0).abs() < 1e-9, "{seconds}");
+    let gap = samples(&policy, "auto_session_gap_requests")[0];
+    assert!((gap - 9.0).abs() < 1e-9, "{gap}");
 }
 
 #[test]
@@ -268,6 +269,7 @@ fn a_closed_model_leaves_nothing() {
         marks: Marks::default(),
         work_tokens: 1.0,
         own_tokens: 1.0,
+        number: 1,
         tail: None,
         is_whole: false,
         stage: Stage::Both,
@@ -301,10 +303,10 @@ fn a_long_queue_counts_more_where_evicting_is_cheap() {
         [queue(0.0, 0.0, 1_500), queue(3.0, 3.0, 1_500), queue(0.0, 3.0, 1_500)],
         [750.0; 3]
     );
-    assert_eq!([queue(3.0, 2.0, 1_500), queue(3.0, 0.0, 1_500)], [3_000.0, 7_500.0]);
+    assert_eq!([queue(3.0, 2.0, 1_500), queue(3.0, 0.0, 1_500)], [3_250.0, 8_250.0]);
     // Ten steps count no more than elsewhere; several prompts count almost the whole addition.
     assert_eq!([queue(3.0, 0.0, 0), queue(3.0, 0.0, 1_000)], [0.0, 500.0]);
-    assert_eq!(queue(3.0, 2.0, 5_500), 17_600.0);
+    assert_eq!(queue(3.0, 2.0, 5_600), 18_256.0);
 
     let mut most = MostPressure::default();
     most.see(5.0, 4);

@@ -420,9 +420,8 @@ impl Router {
 /// Passes engines' evictions to the policies, and to the comparison with answers.
 impl CacheWatch for Router {
     fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
-        let now_ms = self.clock.now_ms();
-        self.removals.removed(worker, local_hashes, now_ms);
-        self.policies.each().for_each(|one| one.evicted(worker, local_hashes, now_ms));
+        self.removals.removed(worker, local_hashes, self.clock.now_ms());
+        self.policies.each().for_each(|one| one.evicted(worker, local_hashes));
     }
 
     fn cleared(&self, worker: Worker) {

@@ -67,7 +67,7 @@ fn taught(past: &Past, ids: &[u64]) -> (PricePolicy, u64) {
                 (0..turn + 8).map(|block| hash(1_000 + 100 * at as u64 + block)).collect();
             let ticket = route(at, &own, now_ms);
             if past.is_full[at] && turn > 8 {
-                policy.evicted(Worker::new(*id, 0), &own[..4], now_ms);
+                policy.evicted(Worker::new(*id, 0), &own[..4]);
             }
             let ticket = Ticket { work_tokens: 100.0 + (37 * turn % 64) as f64, ..ticket };
             let first_token_ms = (past.slowness[at] * (20.0 + ticket.work_tokens)) as u64;
@@ -102,15 +102,48 @@ fn metrics_show_what_decisions_use_now() {
     let slow = told("auto_worker_slowness_ratio", now_ms);
     assert!(slow[1] > 2.0 && slow[0] == 1.0 && slow[2] == 1.0, "{slow:?}");
     assert!(told("auto_answer_tokens", now_ms)[0] < 190.0);
-    let kept_s = told("auto_worker_retention_seconds", now_ms)[0];
-    // Without traffic both fade, and what a full cache would evict next ages.
+    // Without traffic both fade.
     let later_ms = now_ms + 600_000;
     assert!(told("auto_worker_slowness_ratio", later_ms)[1] < 1.01);
     assert!(told("auto_answer_tokens", later_ms)[0] > 199.0);
-    let later_s = told("auto_worker_retention_seconds", later_ms)[0];
-    assert!((later_s - kept_s - 600.0).abs() < 1e-6, "{kept_s}, {later_s}");
     // Nor does a look change anything.
     assert_eq!(told("auto_worker_slowness_ratio", now_ms), slow);
+}
+
+#[test]
+fn the_price_of_evicting_does_not_depend_on_the_speed_of_traffic() {
+    let list = [candidate(1, 0, load(0, 0)), candidate(2, 0, load(0, 0))];
+    // Three sessions in turn, the first one at a worker that evicts the blocks of two turns ago.
+    let price = |pauses_ms: [u64; 2]| {
+        let (policy, mut now_ms) = (PricePolicy::default(), 0);
+        for number in 1..=60 {
+            now_ms += pauses_ms[number as usize / 8 % 2];
+            let is_first = number % 3 == 0;
+            let own: Vec<u64> =
+                (0..8 + number / 3).map(|at| hash(1_000 * (number % 3) + at)).collect();
+            let local = [hash(5_000 + number)];
+            let context = Context {
+                sequence_hashes: &own,
+                local_hashes: &local,
+                is_indexed: true,
+                ..Context::new(request(1_000), "m", now_ms)
+            };
+            let (choice, _) = choose(&policy, &context, &list);
+            let index = usize::from(is_first);
+            policy.routed(&context, &Candidates::new(&list), &Choice { index, ..choice });
+            if is_first {
+                policy.evicted(list[1].worker, &[hash(5_000 + number - 6)]);
+            }
+        }
+        ask(&policy, now_ms, 1_000, &list);
+        let told = |name| samples_at(&policy, name, now_ms);
+        assert!((told("auto_session_gap_requests")[0] - 3.0).abs() < 1e-9);
+        assert_eq!(told("auto_worker_retention_requests"), [6.0]);
+        told("auto_worker_eviction_price_ratio")
+    };
+    let steady = price([100, 100]);
+    assert!(steady[0] == 0.0 && steady[1] > 0.25, "{steady:?}");
+    assert_eq!(price([10, 9_000]), steady);
 }
 
 pub(super) fn finished(
@@ -243,7 +276,7 @@ proptest! {
         };
         let (policy, now_ms) = taught(&past, &ids);
         let mut state = policy.state.lock();
-        prop_assert!(state.workers.iter().all(|known| known.learned.pace.slowness(now_ms) == 1.0));
+        prop_assert!(state.workers.0.iter().all(|known| known.learned.pace.slowness(now_ms) == 1.0));
         let traffic = state.traffic.get_mut("m").unwrap();
         let is_taught = traffic.prefills[0].seconds_per_token() > 0.0;
         prop_assert!(is_taught && traffic.gaps.density(1_000.0).is_some());
@@ -355,7 +388,7 @@ proptest! {
             prop_assert!(choice.margin.is_none_or(|margin| !margin.is_nan()), "{choice:?}");
             policy.routed(&context, &candidates, &choice);
             let worker = list[choice.index].worker;
-            policy.evicted(worker, &hashes[..seed as usize % 9], now_ms);
+            policy.evicted(worker, &hashes[..seed as usize % 9]);
             let ticket = context.memo.into_ticket().unwrap();
             policy.finished(&finished(worker.instance_id, &ticket, ms, output_tokens, now_ms));
             let mut samples = Vec::new();
