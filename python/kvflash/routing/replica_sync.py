@@ -36,7 +36,7 @@ REQUESTS_MAX = 100_000
 ROUTERS_MAX = 256
 # Size of one message of a state, unless a single request is larger.
 STATE_PART_BYTES = 256 * 1024
-# Blocks sent per request, so that it fits into a message on any channel.
+# Blocks sent and kept per request, so that it fits into a message on any channel.
 HASHES_MAX = 40_000
 _GONE_MAX = 4_096
 _U64_MAX = (1 << 64) - 1
@@ -45,6 +45,7 @@ _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Re
 _COUNTS = (
     *("sent_events", "dropped_events", "received_events", "malformed", "gaps"),
     *("digests_differed", "resyncs", "refused_requests", "dropped_routers", "ignored_messages"),
+    "sequence_resets",
 )
 
 #: Instance id and dp rank.
@@ -105,12 +106,25 @@ class _Table:
 class _Peer:
     table: _Table = field(default_factory=_Table)
     last: int | None = None
+    # What ``last`` was when the latest digest was below it.
+    last_above_digest: int | None = None
     is_wrong: bool = True
     asked_s: float = float("-inf")
     unlisted_since: float | None = None
-    # A state in transfer: its number, and the parts received.
+    # A state in transfer: its number, how many parts have arrived, and their requests.
     state_at: int | None = None
-    parts: list[list[Any]] = field(default_factory=list)
+    parts: int = 0
+    rows: dict[str, _Request] = field(default_factory=dict)
+
+    def end_state(self) -> dict[str, _Request]:
+        """End the transfer of a state; returns the requests that arrived."""
+        rows, self.state_at, self.parts, self.rows = self.rows, None, 0, {}
+        return rows
+
+    def forget_last(self) -> None:
+        """Accept any sequence number again, and ask for the state."""
+        self.last, self.last_above_digest, self.is_wrong = None, None, True
+        self.end_state()
 
 
 class ReplicaSync:
@@ -317,23 +331,24 @@ class ReplicaSync:
         if peer is None or kind == "Resync":
             return
         if kind == "Digest":
-            if self._is_equal(peer, int(message["sequence"]), data["Digest"]):
+            if self._is_equal(peer, _sequence_of(message), data["Digest"]):
                 self._bookings.remote_heard(router_id)
         elif kind == "State":
-            self._take_part(router_id, peer, int(message["sequence"]), data["State"])
+            self._take_part(router_id, peer, _sequence_of(message), data["State"])
         else:
             self.counts["received_events"] += 1
-            sequence = message.get("sequence")
-            if sequence is None:
+            if message.get("sequence") is None:
                 # Events from peers without sequence numbers are taken as they come.
                 peer.is_wrong = False
-            elif peer.last is not None and sequence <= peer.last:
-                return
             else:
+                sequence = _sequence_of(message)
+                if peer.last is not None and sequence <= peer.last:
+                    return
                 if peer.last is None or sequence > peer.last + 1:
                     self.counts["gaps"] += 1
                     peer.is_wrong = True
-                peer.last, peer.state_at = int(sequence), None
+                peer.last = sequence
+                peer.end_state()
             self._apply(router_id, peer, message)
 
     def _peer(self, router_id: int, now_s: float) -> _Peer | None:
@@ -364,10 +379,9 @@ class ReplicaSync:
                 self._bookings.remote_prefilled(router_id, request_id)
         else:
             added, worker = data["AddRequest"], message["worker"]
-            hashes = added.get("token_sequence")
             request = _Request(
                 (int(worker["worker_id"]), int(worker["dp_rank"])),
-                None if hashes is None else [int(one) for one in hashes],
+                _hashes_of(added.get("token_sequence")),
                 int(added.get("isl", 0)),
                 int(added.get("overlap", 0)),
             )
@@ -400,9 +414,19 @@ class ReplicaSync:
             self.counts["malformed"] += 1
 
     def _is_equal(self, peer: _Peer, sequence: int, told: dict[str, Any]) -> bool:
+        if peer.last is not None and sequence < peer.last:
+            # Two digests below a number that no event moved on: the number was forged or corrupt.
+            # Believing it would silence the router.
+            if peer.last_above_digest == peer.last:
+                self.counts["sequence_resets"] += 1
+                peer.forget_last()
+            else:
+                peer.last_above_digest = peer.last
+            return False
+        peer.last_above_digest = None
         if peer.last != sequence:
             # Missed, or early with the missing events still to come: asking is cheap.
-            peer.is_wrong = peer.is_wrong or peer.last is None or peer.last < sequence
+            peer.is_wrong = True
             return False
         is_equal = (len(peer.table.requests), peer.table.digest) == (told["count"], told["hash"])
         if not is_equal:
@@ -417,21 +441,27 @@ class ReplicaSync:
             last, is_newest = peer.last, peer.last == sequence and not peer.is_wrong
             # Later events are here already, or it is meant for another router.
             is_useless = last is not None and (sequence < last or is_newest)
-            peer.state_at, peer.parts = None if is_useless else sequence, []
-        if peer.state_at != sequence or part != len(peer.parts):
+            peer.end_state()
+            peer.state_at = None if is_useless else sequence
+        if peer.state_at != sequence or part != peer.parts:
             return
-        peer.parts.append(state["requests"])
-        if len(peer.parts) < int(state["parts"]):
+        for row in state["requests"]:
+            if len(peer.rows) < REQUESTS_MAX:
+                name, instance_id, dp_rank, hashes, isl, overlap, is_prefilled = row
+                worker = (int(instance_id), int(dp_rank))
+                peer.rows[str(name)] = _Request(
+                    worker, _hashes_of(hashes), int(isl), int(overlap), bool(is_prefilled)
+                )
+            else:
+                self.counts["refused_requests"] += 1
+        peer.parts += 1
+        if peer.parts < int(state["parts"]):
             return
-        rows = [row for part in peer.parts for row in part]
-        peer.state_at, peer.parts = None, []
+        rows = peer.end_state()
         self._bookings.remote_drop_router(router_id)
         peer.table = _Table()
-        for name, instance_id, dp_rank, hashes, isl, overlap, is_prefilled in rows:
-            request = _Request(
-                (int(instance_id), int(dp_rank)), hashes, int(isl), int(overlap), bool(is_prefilled)
-            )
-            self._add(router_id, peer, str(name), request)
+        for name, request in rows.items():
+            self._add(router_id, peer, name, request)
         peer.last, peer.is_wrong = sequence, False
 
     def _drop(self, router_id: int) -> None:
@@ -442,6 +472,18 @@ class ReplicaSync:
             self._gone[router_id] = None
             if len(self._gone) > _GONE_MAX:
                 self._gone.popitem(last=False)
+
+
+def _sequence_of(message: Mapping[str, Any]) -> int:
+    sequence = int(message["sequence"])
+    if not 0 <= sequence <= _U64_MAX:
+        raise ValueError(f"sequence must be in 0..={_U64_MAX}, got {sequence}")
+    return sequence
+
+
+def _hashes_of(hashes: Any) -> list[int] | None:
+    """The first HASHES_MAX sequence hashes in a message; None if blocks are not tracked."""
+    return None if hashes is None else [int(one) for one in hashes[:HASHES_MAX]]
 
 
 def _encode(message: Any) -> bytes:

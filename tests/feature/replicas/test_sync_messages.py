@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvflash._core import Router
+from kvflash.routing import replica_sync
 from kvflash.routing.replica_sync import ReplicaSync
 
 
@@ -48,3 +50,78 @@ def test_a_malformed_message_is_counted_and_changes_nothing(data: bytes) -> None
     assert set(sync.digests()) == {1}
     # By now a router that discovery does not list is dropped.
     sync.outgoing(100.0)
+
+
+def pass_on(sender: ReplicaSync, receiver: ReplicaSync, now_s: float) -> None:
+    for data in sender.outgoing(now_s):
+        receiver.received(data, now_s)
+
+
+def forged_event(sequence: float) -> dict[str, Any]:
+    worker = {"worker_id": 7, "dp_rank": 0}
+    return {
+        "router_id": 2,
+        "sequence": sequence,
+        "request_id": "none",
+        "worker": worker,
+        "data": "Free",
+    }
+
+
+def forged_state(sequence: float) -> dict[str, Any]:
+    state = {"part": 0, "parts": 1, "requests": [["none", 7, 0, None, 8, 0, False]]}
+    return {"router_id": 2, "sequence": sequence, "data": {"State": state}}
+
+
+@pytest.mark.parametrize("forged", [forged_event, forged_state])
+def test_a_forged_sequence_number_silences_its_router_for_two_digests_at_most(
+    forged: Callable[[float], dict[str, Any]],
+) -> None:
+    one, two = ReplicaSync(1, Router().bookings), ReplicaSync(2, Router().bookings)
+    two.add("a", (7, 0), None, 8, 0)
+    pass_on(two, one, 0.0)
+    one.received(json.dumps(forged(2**64 - 1)).encode(), 0.0)
+    two.add("b", (7, 0), None, 8, 0)
+    for now_s in (3.0, 6.0):
+        assert one.digests()[2] != two.digests()[2]
+        pass_on(two, one, now_s)
+    pass_on(one, two, 6.0)
+    pass_on(two, one, 6.0)
+    assert one.digests()[2] == two.digests()[2]
+    assert one.counts["sequence_resets"] == 1
+    two.free("a")
+    pass_on(two, one, 6.0)
+    assert one.digests()[2] == two.digests()[2]
+
+
+@pytest.mark.parametrize("sequence", [2**64, -1, 1e300])
+def test_an_event_whose_sequence_number_no_router_sends_is_malformed(sequence: float) -> None:
+    sync = ReplicaSync(1, Router().bookings)
+    sync.received(json.dumps(forged_event(sequence)).encode(), 0.0)
+    assert sync.counts["malformed"] == 1
+    sync.received(json.dumps(forged_event(1)).encode(), 0.0)
+    assert (sync.counts["malformed"], sync._peers[2].last) == (1, 1)
+
+
+def test_a_state_in_transfer_keeps_no_more_requests_than_a_router_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_sync, "REQUESTS_MAX", 3)
+    monkeypatch.setattr(replica_sync, "HASHES_MAX", 2)
+    sync = ReplicaSync(1, Router().bookings)
+
+    def part(at: int, parts: int) -> None:
+        rows = [[f"{at}-{row}", 7, 0, [1, 2, 3], 8, 0, False] for row in range(2)]
+        state = {"part": at, "parts": parts, "requests": rows}
+        message = {"router_id": 2, "sequence": 1, "data": {"State": state}}
+        sync.received(json.dumps(message).encode(), 0.0)
+
+    for at in range(4):
+        part(at, 2**63)
+    kept = sync._peers[2].rows
+    assert list(kept) == ["0-0", "0-1", "1-0"]
+    assert {tuple(request.hashes or ()) for request in kept.values()} == {(1, 2)}
+    assert sync.counts["refused_requests"] == 5
+    part(4, 5)
+    assert sync.digests()[2][0] == 3
+    assert not sync._peers[2].rows

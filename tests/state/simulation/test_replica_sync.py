@@ -1,4 +1,4 @@
-"""Replica sync in a world that loses, repeats, reorders and cuts.
+"""Replica sync in a world that loses, repeats, reorders, cuts and forges.
 
 Views converge, and load returns to zero.
 """
@@ -6,6 +6,7 @@ Views converge, and load returns to zero.
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -101,6 +102,7 @@ def play(seed: int) -> Counter[str]:
 def play_with(dice: random.Random, seed: int) -> Counter[str]:
     lose, repeat = dice.choice([0, 0.05, 0.3]), dice.choice([0, 0.1])
     late, cut = dice.choice([0.01, 1.0]), dice.choice([0, 0.01])
+    forge = dice.choice([0, 0.01])
     on_way: list[tuple[float, int, int, bytes]] = []
     routers: dict[int, Router] = {}
     seen: Counter[str] = Counter()
@@ -121,6 +123,12 @@ def play_with(dice: random.Random, seed: int) -> Counter[str]:
                     number += 1
                     at = now + (0.01 if is_calm else dice.uniform(0, late))
                     heapq.heappush(on_way, (at, number, router_id, data))
+                    if not is_calm and dice.random() < forge:
+                        seen["forged"] += 1
+                        number += 1
+                        forged = json.loads(data) | {"sequence": dice.choice([10**6, 2**64 - 1])}
+                        told = (at, number, router_id, json.dumps(forged).encode())
+                        heapq.heappush(on_way, told)
 
     def deliver() -> None:
         while on_way and on_way[0][0] <= now:
@@ -206,5 +214,14 @@ def test_views_converge_and_load_returns_to_zero() -> None:
     print(dict(seen))
     assert seen["digests"] == seen["routers"], "all digests are equal"
     if ONE_SEED is None:
-        for kind in ("lost", "deaths", "gaps", "resyncs", "dropped_events", "dropped_routers"):
+        assert seen["sequence_resets"] > SEEDS / 4, "no forged number silenced a router"
+        for kind in (
+            "forged",
+            "lost",
+            "deaths",
+            "gaps",
+            "resyncs",
+            "dropped_events",
+            "dropped_routers",
+        ):
             assert seen[kind] > SEEDS / 4, f"a world without {kind} proves nothing"
