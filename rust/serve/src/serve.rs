@@ -16,6 +16,7 @@ use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use kvflash_core::log_limit::LogLimit;
 use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
@@ -54,8 +55,8 @@ pub struct ServeLimits {
     pub max_connections: usize,
     /// Connections that arrived at that limit.
     pub crowded_out: Counter,
-    /// Maximum open connections per address; further ones are closed. 0: no limit, as for proxies
-    /// that `lock` trusts.
+    /// Maximum open connections per address, with IPv6 per /64; further ones are closed. 0: no
+    /// limit, as for proxies that `lock` trusts.
     pub max_connections_per_address: usize,
     /// Connections closed at that limit.
     pub refused: Counter,
@@ -179,16 +180,25 @@ where
     }
 }
 
-/// Open connections by address.
-type OpenByAddress = Arc<Mutex<HashMap<IpAddr, usize>>>;
+/// The addresses that count as one client: with IPv6 the first 64 bits, which a single host may
+/// vary as it likes.
+pub(crate) fn client_network(address: IpAddr) -> IpNet {
+    match address.to_canonical() {
+        IpAddr::V4(address) => Ipv4Net::from(address).into(),
+        IpAddr::V6(address) => Ipv6Net::new_assert(address, 64).trunc().into(),
+    }
+}
+
+/// Open connections by the network of their clients.
+type OpenByNetwork = Arc<Mutex<HashMap<IpNet, usize>>>;
 
 /// Shared by all connections of a server.
 struct Door<A> {
     app: A,
     limits: ServeLimits,
     shutdown: Shutdown,
-    /// Open connections by address, except for addresses without a limit.
-    open: OpenByAddress,
+    /// Open connections, except for addresses without a limit.
+    open: OpenByNetwork,
     /// Time of the last warning about an address with too many.
     warned: Mutex<Option<Instant>>,
     /// Connections beyond the limit.
@@ -199,13 +209,13 @@ struct Door<A> {
 struct Place {
     /// `None` beyond the limit.
     permit: Option<OwnedSemaphorePermit>,
-    counted: Option<(IpAddr, OpenByAddress)>,
+    counted: Option<(IpNet, OpenByNetwork)>,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        if let Some((address, open)) = &self.counted
-            && let Entry::Occupied(mut entry) = open.lock().entry(*address)
+        if let Some((network, open)) = &self.counted
+            && let Entry::Occupied(mut entry) = open.lock().entry(*network)
         {
             *entry.get_mut() -= 1;
             if *entry.get() == 0 {
@@ -223,11 +233,12 @@ impl<A: App> Door<A> {
         if limit == 0 || self.limits.lock.trusts(address) {
             return Some(Place { permit, counted: None });
         }
+        let network = client_network(address);
         let mut open = self.open.lock();
-        let count = open.entry(address).or_default();
+        let count = open.entry(network).or_default();
         if *count < limit {
             *count += 1;
-            return Some(Place { permit, counted: Some((address, Arc::clone(&self.open))) });
+            return Some(Place { permit, counted: Some((network, Arc::clone(&self.open))) });
         }
         drop(open);
         self.limits.refused.inc();
@@ -380,4 +391,31 @@ pub async fn serve(
         let _late = tokio::time::timeout(CUT_TIME, permits.acquire_many(all)).await;
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ipv6_client_has_one_limit_for_the_addresses_of_its_network() {
+        let limits = ServeLimits { max_connections_per_address: 2, ..ServeLimits::default() };
+        let refused = limits.refused.clone();
+        let (open, warned) = (Arc::default(), Mutex::default());
+        let (shutdown, reserve) = (Shutdown::default(), Reserve::default());
+        let door = Door { app: axum::Router::new(), limits, shutdown, open, warned, reserve };
+        let place = |peer: &str| door.place(SocketAddr::new(peer.parse().unwrap(), 1), None);
+        let first = place("2001:db8:0:1::1").unwrap();
+        let _second = place("2001:db8:0:1:ffff::2").unwrap();
+        assert!(place("2001:db8:0:1::3").is_none());
+        assert_eq!(refused.get(), 1);
+        let _other = place("2001:db8:0:2::1").unwrap();
+        drop(first);
+        let _third = place("2001:db8:0:1::3").unwrap();
+        // Addresses of IPv4 count one by one, however they are written.
+        let _v4 = [place("10.0.0.1").unwrap(), place("::ffff:10.0.0.1").unwrap()];
+        assert!(place("10.0.0.1").is_none());
+        let _next = place("::ffff:10.0.0.2").unwrap();
+    }
 }

@@ -304,7 +304,7 @@ settings! {
         max_connections: usize = 16_384, 1..=1_000_000, "--max-connections";
         /// Maximum open connections per client address; further ones are closed
         ///
-        /// 0: no limit
+        /// 0: no limit. The IPv6 addresses of one /64 network count as one
         max_connections_per_address: usize = 2_048, 0..=1_000_000, "--max-connections-per-address";
         /// Addresses of load balancers, such as 10.0.0.0/8; no limit per address applies to them
         ///

@@ -2,13 +2,14 @@
 //! according to past usage. A client is known by its key, or by what its request says of it.
 
 use std::hash::BuildHasher;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, HeaderName};
+use ipnet::IpNet;
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::{
@@ -19,6 +20,7 @@ use kvflash_core::settings::Concern;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
+use crate::serve::client_network;
 use crate::{FairnessSettings, Reject};
 
 /// How clients share capacity.
@@ -317,7 +319,11 @@ impl Identity {
         }
         let said = headers.get(AUTHORIZATION).map(|value| hashed(value.as_bytes())).or_else(own);
         let name = said.or_else(|| address.map(|address| address.to_string()));
-        Client { group: address.map(network), name: name.unwrap_or_default() }
+        let group = address.map(|address| match client_network(address) {
+            IpNet::V4(one) => one.addr().to_string(),
+            IpNet::V6(network) => network.to_string(),
+        });
+        Client { group, name: name.unwrap_or_default() }
     }
 }
 
@@ -338,17 +344,6 @@ impl Client {
 
     pub fn as_name(&self) -> ClientName<'_> {
         ClientName { group: self.group.as_deref(), client: &self.name }
-    }
-}
-
-/// The network that one client has the addresses of: with IPv6 the first 64 bits.
-fn network(address: IpAddr) -> String {
-    match address.to_canonical() {
-        IpAddr::V4(address) => address.to_string(),
-        IpAddr::V6(address) => {
-            let bits = address.to_bits() & !u128::from(u64::MAX);
-            format!("{}/64", Ipv6Addr::from_bits(bits))
-        }
     }
 }
 
