@@ -12,7 +12,7 @@ import aiohttp
 import msgpack
 import pytest
 
-from kvflash import DistributedRuntime, RuntimeLimits
+from kvflash import DistributedRuntime, OverloadedError, RuntimeLimits
 from kvflash.runtime.frame import FrameReader
 from support_runtime import eventually, run
 
@@ -203,6 +203,61 @@ def test_http_without_a_client_of_ours() -> None:
                     assert error["message"]
 
     run(serve("http", use, frame_bytes_max=65_536))
+
+
+async def on_socket(transport: dict[str, Any], data: bytes) -> bytes:
+    """What the server sends back, up to the end of an error's JSON, or of the connection."""
+    host, port = transport["url"].removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    try:
+        return await reader.readuntil(b"}")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    finally:
+        writer.close()
+
+
+def test_http_connections_have_a_limit_and_idle_ones_end() -> None:
+    async def use(runtime: DistributedRuntime, transport: dict[str, Any]) -> None:
+        host, port = transport["url"].removeprefix("http://").split(":")
+        head = f"POST /{PATH} HTTP/1.1\r\nhost: x\r\nx-kvflash-instance: 5\r\n"
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        for reader, writer in held:
+            writer.write(f"{head}content-length: 0\r\n\r\n".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+        for _ in range(100):
+            answer = await on_socket(transport, b"")
+            assert answer.startswith(b"HTTP/1.1 429 ")
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])
+            assert (error["code"], error["retry"]) == ("overloaded", True)
+            assert error["message"] == "2 connections, the maximum"
+        with pytest.raises(OverloadedError, match="2 connections, the maximum"):
+            client = runtime.endpoint(PATH.replace("/", ".")).client()
+            _ = [item async for item in await client.generate(2)]
+        for reader, _writer in held:
+            await reader.read()
+        assert await on_socket(transport, b"GET / HTTP/1.0\r\n\r\n") != b""
+        for _reader, writer in held:
+            writer.close()
+
+    run(serve("http", use, connections_max=2, server_idle_s_max=1.0, cancel_grace_s=0.05))
+
+
+def test_an_http_request_whose_body_does_not_come_ends() -> None:
+    async def use(runtime: DistributedRuntime, transport: dict[str, Any]) -> None:
+        head = f"POST /{PATH} HTTP/1.1\r\nhost: x\r\n"
+        instance = f"x-kvflash-instance: {runtime.instance_id}\r\n"
+        body = f"{instance}content-length: 9\r\n\r\n["
+        answer = await on_socket(transport, f"{head}{body}".encode())
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])
+        assert error["code"] == "deadline"
+        assert error["message"] == "the request's body did not arrive within 0.2 s"
+        # Nor may a head take longer.
+        assert await on_socket(transport, head.encode()) == b""
+
+    run(serve("http", use, server_idle_s_max=0.2))
 
 
 def test_a_worker_that_does_not_speak_our_language_is_an_error(

@@ -17,9 +17,11 @@ from aiohttp import web
 
 from kvflash.errors import (
     ClosedError,
+    DeadlineError,
     DecodeError,
     InvalidArgumentError,
     KvflashError,
+    OverloadedError,
     TransportError,
 )
 from kvflash.runtime.connection import watch_socket
@@ -46,6 +48,8 @@ BACKLOG = 4_096
 # Head and separators around a request's payload.
 REQUEST_MARGIN_BYTES = 1_024
 READ_BYTES = 64 * 1024
+# Connections beyond the limit that are kept until their clients have read the refusal.
+REFUSED_MAX = 64
 # The request was not sent.
 _UNSENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
@@ -55,8 +59,10 @@ class HttpServer(PlaneServer):
 
     url = ""
     _runner: web.AppRunner
+    _listener: asyncio.Server
 
     async def start(self) -> None:
+        self._refused: dict[_Entrance, None] = {}
         app = web.Application(client_max_size=self._limits.frame_bytes_max)
         app.router.add_post("/{namespace}/{component}/{endpoint}", self._answer)
         self._runner = web.AppRunner(
@@ -68,18 +74,42 @@ class HttpServer(PlaneServer):
         )
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._bind, self._wanted_port, backlog=BACKLOG).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Entrance(self), self._bind, self._wanted_port, backlog=BACKLOG
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise self.cannot_listen(error) from error
-        port = self._runner.addresses[0][1]
+        port = self._listener.sockets[0].getsockname()[1]
         self.url = f"http://{self._host}:{port}"
 
     async def open(self, endpoint: str) -> dict[str, Any]:
         return {"kind": "http", "url": self.url}
 
     async def close(self) -> None:
+        self._listener.close()
+        for entrance in list(self._refused):
+            entrance.transport.abort()
         await self._runner.cleanup()
+
+    def enter(self, entrance: _Entrance) -> None:
+        """Let aiohttp serve a new connection, or refuse it at the limit."""
+        server, limit = self._runner.server, self._limits.connections_max
+        assert server is not None, "the runner was set up"
+        if len(server.connections) < limit:
+            handler = server()
+            entrance.transport.set_protocol(handler)
+            handler.connection_made(entrance.transport)
+            return
+        error = OverloadedError(f"{limit} connections, the maximum")
+        entrance.refuse(Failure.of(error, retry=True), self._limits.cancel_grace_s)
+        if len(self._refused) >= REFUSED_MAX:
+            next(iter(self._refused)).transport.abort()
+        self._refused[entrance] = None
+
+    def left(self, entrance: _Entrance) -> None:
+        """A refused connection has ended."""
+        self._refused.pop(entrance, None)
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         if http.transport is None:
@@ -91,6 +121,10 @@ class HttpServer(PlaneServer):
             running = self._serving.begin(request, answer.send)
         except REFUSALS as error:
             return _refusal(Failure.refusing(error))
+        except DeadlineError as error:
+            refusal = _refusal(Failure.of(error), 408)
+            refusal.force_close()
+            return refusal
         try:
             await asyncio.wait({running.task})
         except asyncio.CancelledError:
@@ -98,6 +132,34 @@ class HttpServer(PlaneServer):
             running.abandon()
             raise
         return await answer.end()
+
+
+class _Entrance(asyncio.Protocol):
+    """A new connection: passed on to aiohttp, or refused."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._server.enter(self)
+
+    def refuse(self, failure: Failure, grace_s: float) -> None:
+        """Answer, and read on for a while: closing at once could destroy the answer on its way."""
+        body = json.dumps(asdict(failure)).encode()
+        head = (
+            f"HTTP/1.1 {_STATUS[failure.code]} {failure.code}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            "retry-after: 1\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.write_eof()
+        asyncio.get_running_loop().call_later(grace_s, self.transport.close)
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self._server.left(self)
 
 
 class _Answer:
@@ -129,21 +191,28 @@ class _Answer:
         return self._response
 
 
-def _refusal(failure: Failure) -> web.Response:
+def _refusal(failure: Failure, status: int | None = None) -> web.Response:
     headers = {"retry-after": "1"} if failure.code in ("overloaded", "draining") else {}
-    return web.json_response(
-        asdict(failure), status=_STATUS.get(failure.code, 500), headers=headers
-    )
+    status = status or _STATUS.get(failure.code, 500)
+    return web.json_response(asdict(failure), status=status, headers=headers)
 
 
 async def _request(http: web.Request, limits: RuntimeLimits) -> Request:
-    """Parse a request; a wrong header or body is an InvalidArgumentError or DecodeError."""
+    """Parse a request.
+
+    A wrong header or body is an InvalidArgumentError or DecodeError; a body that does not arrive
+    within server_idle_s_max is a DeadlineError.
+    """
     instance, deadline = http.headers.get(INSTANCE, ""), http.headers.get(DEADLINE)
     for name, text in ((INSTANCE, instance), (DEADLINE, deadline)):
         if text is not None and not (text.isascii() and text.isdecimal() and len(text) < 20):
             raise InvalidArgumentError(f"header {name} must be a number, got {text!r}")
     try:
-        body = await http.read()
+        body = await asyncio.wait_for(http.read(), limits.server_idle_s_max)
+    except asyncio.TimeoutError as error:
+        raise DeadlineError(
+            f"the request's body did not arrive within {limits.server_idle_s_max:g} s"
+        ) from error
     except web.HTTPRequestEntityTooLarge as error:
         raise InvalidArgumentError(
             f"request may have at most {limits.frame_bytes_max} bytes, "

@@ -18,7 +18,8 @@ class RuntimeLimits:
             waits.
         idle_connections_max: Idle connections that a client keeps per address; others are closed.
         client_idle_s_max: How long a client keeps an idle connection.
-        server_idle_s_max: How long a server keeps an idle connection.
+        server_idle_s_max: How long a server keeps an idle connection, and waits for the rest of a
+            request.
         connect_timeout_s: Time limit for connecting to an instance.
         attempts_max: Instances tried per request.
         suspect_s: How long an instance that failed is skipped while there are others.
