@@ -12,7 +12,7 @@ import aiohttp
 import msgpack
 import pytest
 
-from kvflash import DistributedRuntime, OverloadedError, RuntimeLimits
+from kvflash import DistributedRuntime, NotFoundError, OverloadedError, RuntimeLimits
 from kvflash.runtime.frame import FrameReader
 from support_runtime import eventually, run
 
@@ -107,6 +107,51 @@ def test_one_tcp_connection_carries_requests_one_after_the_other() -> None:
         raw.send(framed(1, request))
         assert (await raw.frame())[0] == 2
         await raw.close()
+
+    run(serve("tcp", use))
+
+
+def test_text_of_a_client_or_worker_is_logged_without_control_characters(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def use(runtime: DistributedRuntime, transport: dict[str, Any]) -> None:
+        raw = await Raw.to(transport)
+        request = {
+            "id": "a\n1970 ERROR forged \x1b[2J" + "b" * 1_000,
+            "endpoint": PATH,
+            "instance_id": runtime.instance_id,
+            "payload": 0,
+        }
+        raw.send(framed(1, request))
+        assert (await raw.frame())[0] == 4
+        await raw.close()
+        (line,) = [one.getMessage() for one in caplog.records if "forged" in one.getMessage()]
+        assert line.isprintable()
+        assert len(line) < 300
+        failure = {"code": "not_found", "message": "c\n1970 ERROR forged", "retry": True}
+
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(5)
+            writer.write(framed(4, failure))
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        for number in (7, 8):
+            there = {"kind": "tcp", "address": f"127.0.0.1:{port}"}
+            key = f"v1/instances/t/odd/run/{number}"
+            await runtime.announce(key, {"instance_id": number, "transport": there})
+        client = runtime.endpoint("t.odd.run").client()
+        caplog.set_level("INFO", "kvflash")
+        caplog.clear()
+        with pytest.raises(NotFoundError):
+            _ = [item async for item in await client.generate(1)]
+        lines = [one.getMessage() for one in caplog.records if "forged" in one.getMessage()]
+        assert lines
+        assert all(line.isprintable() for line in lines)
+        server.close()
+        await server.wait_closed()
 
     run(serve("tcp", use))
 

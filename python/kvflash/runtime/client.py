@@ -333,7 +333,9 @@ class Stream(AsyncIterator[Any], AbstractAsyncContextManager["Stream"]):
         self._losses += isinstance(error, TransportError) and error.was_sent
         if self._attempts >= limits.attempts_max or self._losses >= LOSSES_MAX:
             raise error
-        logger.info("instance %d of %s: %s", self.instance_id, self._endpoint.path, error)
+        # The text may be the worker's own.
+        text = "instance %d of %s: %.4096r"
+        logger.info(text, self.instance_id, self._endpoint.path, str(error))
         return error
 
     def _left_s(self) -> float | None:

@@ -110,7 +110,7 @@ def _parse(event: Put) -> Instance | None:
     try:
         fields = read_key(event.key, event.value)
     except DecodeError as error:
-        logger.error("discovery key %s: %s", event.key, error)
+        logger.error("discovery key %r: %s", event.key, error)
         return None
     draining = fields.get("state") == "draining"
     return Instance(_number(event.key), fields["transport"], draining)

@@ -195,7 +195,7 @@ class Running:
             # Errors of this package were raised on purpose.
             is_known = isinstance(error, KvflashError)
             logger.warning(
-                "%s: request %s failed: %r",
+                "%s: request %.200r failed: %.4096r",
                 self._served.name,
                 context.id(),
                 error,

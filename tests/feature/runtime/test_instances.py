@@ -49,7 +49,7 @@ def test_a_malformed_key_hides_no_other_instance(
         await discovery.close()
 
     run(scenario())
-    assert f"discovery key {PREFIX}{key}: " in caplog.text
+    assert f"discovery key {PREFIX + key!r}: " in caplog.text
 
 
 def test_thousands_of_digits_name_no_worker() -> None:
