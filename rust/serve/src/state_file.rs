@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
@@ -23,9 +23,6 @@ const BYTES_MAX: u64 = 256 << 20;
 
 /// Maximum obsolete lines before the file is rewritten.
 const OLD_LINES_MAX: usize = 4_096;
-
-/// Pause between two attempts to write what could not be written: anybody may ask for `/health`.
-const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Keys of registrations that could not be restored begin with this, and a number.
 const REFUSED: &str = "refused/";
@@ -91,16 +88,23 @@ impl Registrations {
         Ok(())
     }
 
+    /// Tries a failed write again; call it on a timer. A disk that has room again must not wait for
+    /// the next change.
+    pub fn try_again(&self) {
+        if let Some(state) = self.0.get() {
+            state.try_again(&mut state.inner.lock());
+        }
+    }
+
     /// A warning while the last write to the file has failed, or registrations in it are not
-    /// restored. Tries a failed write again, at most once in [`RETRY_PAUSE`]: a disk that has room
-    /// again must not wait for the next change.
+    /// restored.
     pub fn trouble(&self) -> Option<String> {
         let state = self.0.get()?;
-        let mut inner = state.inner.lock();
-        state.try_again(&mut inner);
+        let inner = state.inner.lock();
         let trouble = if let Some(error) = &inner.fault {
             format!(
-                "cannot be written, so changes of the workers are lost at a restart: {error}; GET /health tries again"
+                "cannot be written, so changes of the workers are lost at a restart: {error}; it is tried again every \
+                 second"
             )
         } else {
             let (key, why) = inner.refused.first_key_value()?;
@@ -183,8 +187,6 @@ struct Inner {
     lines: usize,
     /// Why the last write failed. It may have left a part of a line.
     fault: Option<String>,
-    /// The time of that write.
-    failed_at: Instant,
     /// The file is missing, or its last line is cut off: the next write begins a new one.
     is_broken: bool,
     /// Limits log lines about a file that is not writable.
@@ -206,8 +208,7 @@ impl StateFile {
             .map_err(|error| wrong(path, &format!("can't write it: {error}")))?;
         let (refused, log) = Default::default();
         let (lines, is_broken, begun) = (kept.len(), false, Instant::now());
-        let failed_at = begun;
-        let inner = Inner { file, lines, kept, refused, fault: None, failed_at, is_broken, log };
+        let inner = Inner { file, lines, kept, refused, fault: None, is_broken, log };
         Ok(Self { path: path.to_owned(), begun, inner: Mutex::new(inner) })
     }
 
@@ -225,23 +226,21 @@ impl StateFile {
     fn save(&self, inner: &mut Inner, key: &str, body: Option<Value>) {
         let written = self.write(inner, key, body.as_ref());
         inner.fault = written.as_ref().err().map(io::Error::to_string);
-        inner.failed_at = Instant::now();
         if let Err(error) = written
             && let Some(held_back) = inner.log.pass(self.begun.elapsed().as_millis() as u64)
         {
             tracing::error!(
                 path = %self.path.display(), %error, held_back,
-                "a registration cannot be saved (--state-file): it is lost at a restart, unless it is saved by then: the next change tries again, in a frontend or router also GET /health"
+                "a registration cannot be saved (--state-file): it is lost at a restart, unless it is saved by then; it is tried again every second"
             );
         }
     }
 
     /// Writes the registrations again after a failed write.
     fn try_again(&self, inner: &mut Inner) {
-        if inner.fault.is_none() || inner.failed_at.elapsed() < RETRY_PAUSE {
+        if inner.fault.is_none() {
             return;
         }
-        inner.failed_at = Instant::now();
         let written = self.follow(inner);
         // A process that has taken over has a file that can be written.
         if inner.fault.is_none() {
@@ -468,19 +467,17 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_is_tried_again_while_somebody_asks() {
+    fn a_failed_write_is_tried_again_on_a_timer_only() {
         let folder = at("room");
         fs::create_dir_all(&folder).unwrap();
         let path = folder.join("state.jsonl");
         let registrations = opened(&path);
         fs::remove_dir_all(&folder).unwrap();
         registrations.change().put("worker/1", &json!({}));
+        registrations.try_again();
         fs::create_dir_all(&folder).unwrap();
-        let later = || {
-            let mut inner = registrations.0.get().unwrap().inner.lock();
-            inner.failed_at = inner.failed_at.checked_sub(RETRY_PAUSE).unwrap();
-        };
-        later();
+        assert!(registrations.trouble().is_some() && !path.exists(), "asking writes nothing");
+        registrations.try_again();
         assert_eq!(registrations.trouble(), None);
         assert_eq!(kept(&path), [("worker/1".to_owned(), json!({}))]);
         registrations.change().put("worker/2", &json!({}));
@@ -491,7 +488,7 @@ mod tests {
         registrations.change().put("worker/3", &json!({}));
         fs::create_dir_all(&folder).unwrap();
         fs::write(&path, "{\"body\":1,\"put\":\"worker/9\"}\n").unwrap();
-        later();
+        registrations.try_again();
         assert_eq!(registrations.trouble(), None);
         assert_eq!(kept(&path), [("worker/9".to_owned(), json!(1))]);
     }

@@ -73,7 +73,10 @@ impl Indexer {
             })?;
             // It starts once.
             let _ = self.app.set(app.clone());
-            self.service.start(host, port, app.clone(), move || app.is_ready(), || {})
+            let saving = app.clone();
+            let port = self.service.start(host, port, app.clone(), move || app.is_ready())?;
+            self.service.every_second(move || saving.save_again());
+            Ok(port)
         })
     }
 

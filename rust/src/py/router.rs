@@ -163,9 +163,12 @@ impl Router {
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> Raised<u16> {
         released(py, || {
             self.app.restore()?;
-            let (app, again) = (self.app.clone(), self.app.clone());
-            let tick = move || _ = again.expire();
-            self.service.start(host, port, self.app.router(), move || app.is_ready(), tick)
+            let (app, expiring, saving) = (self.app.clone(), self.app.clone(), self.app.clone());
+            let is_ready = move || app.is_ready();
+            let port = self.service.start(host, port, self.app.router(), is_ready)?;
+            self.service.every_second(move || _ = expiring.expire());
+            self.service.every_second(move || saving.save_again());
+            Ok(port)
         })
     }
 

@@ -92,9 +92,9 @@ impl Service {
         })
     }
 
-    /// Bind and serve, including the admin side if it has its own address, and call `tick` every
-    /// second. Returns the bound port. With `--reuse-port`, at a port where another process serves, clients are left to it
-    /// until `is_ready`.
+    /// Bind and serve, including the admin side if it has its own address. Returns the bound port.
+    /// With `--reuse-port`, at a port where another process serves, clients are left to it until
+    /// `is_ready`.
     ///
     /// # Errors
     /// `Config` naming the address when it can't be bound.
@@ -104,7 +104,6 @@ impl Service {
         port: u16,
         app: impl App + Clone,
         is_ready: impl Fn() -> bool + Send + 'static,
-        tick: impl FnMut() + Send + 'static,
     ) -> Result<u16> {
         let lock = self.http.lock();
         if let Some((admin_host, admin_port)) = lock.admin_address()
@@ -132,7 +131,7 @@ impl Service {
         let threads = self.handle.metrics().num_workers();
         self.every_second(move || {
             (large, seconds) = (large + http.take_large_bytes(), seconds + 1);
-            tokio::task::block_in_place(|| http.renew());
+            http.renew();
             if large >= TRIM_BYTES && seconds >= TRIM_SECONDS {
                 (large, seconds) = (0, 0);
                 BURSTS.fetch_add(1, Ordering::Relaxed);
@@ -142,7 +141,6 @@ impl Service {
                 }
             }
         });
-        self.every_second(tick);
         Ok(address.port())
     }
 
@@ -211,13 +209,15 @@ impl Service {
         self.is_listening.load(Ordering::Relaxed)
     }
 
-    /// Call `tick` every second until the stop.
-    fn every_second(&self, mut tick: impl FnMut() + Send + 'static) {
+    /// Call `tick`, which may block, every second until the stop.
+    pub fn every_second(&self, mut tick: impl FnMut() + Send + 'static) {
         let shutdown = self.shutdown.clone();
         self.handle.spawn(async move {
             loop {
                 tokio::select! {
-                    () = tokio::time::sleep(Duration::from_secs(1)) => tick(),
+                    () = tokio::time::sleep(Duration::from_secs(1)) => {
+                        tokio::task::block_in_place(&mut tick);
+                    }
                     () = shutdown.wait() => break,
                 }
             }

@@ -120,6 +120,11 @@ impl FrontendApp {
         admin::not_ready(&self.app).is_none() && self.app.fleet.engines().iter().all(is_checked)
     }
 
+    /// Saves registrations that could not be saved before; call it on a timer. It writes to a file.
+    pub fn save_again(&self) {
+        self.app.registrations.try_again();
+    }
+
     /// Frees inactive bookings; call it on a timer.
     pub fn expire(&self) -> usize {
         for pool in self.app.fleet.pools() {

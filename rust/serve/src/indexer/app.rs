@@ -139,6 +139,11 @@ impl IndexerApp {
         self.router.clone()
     }
 
+    /// Saves registrations that could not be saved before; call it on a timer. It writes to a file.
+    pub fn save_again(&self) {
+        self.app.registrations.try_again();
+    }
+
     /// Whether the start is complete, as GET /ready reports it.
     pub fn is_ready(&self) -> bool {
         self.app.startup.is_ready(&self.app.catalog)

@@ -101,6 +101,11 @@ impl RouterApp {
         readiness(&self.app).0
     }
 
+    /// Saves registrations that could not be saved before; call it on a timer. It writes to a file.
+    pub fn save_again(&self) {
+        self.app.registrations.try_again();
+    }
+
     /// Frees inactive reservations; call it on a timer.
     pub fn expire(&self) -> usize {
         let expired = self.app.fleet.expire();
