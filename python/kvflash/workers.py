@@ -15,7 +15,7 @@ from kvflash.flags import Flags
 from kvflash.spelling import did_you_mean
 from kvflash.table import printable, table
 
-_FRONTEND = ("WORKER", "URL", "MODEL", "ROLE", "STATE", "SERVED", "BLOCKS", "EVENTS", "NOTE")
+_FRONTEND = ("WORKER", "URL", "MODEL", "ROLE", "STATE", "SENT", "BLOCKS", "EVENTS", "NOTE")
 _ROUTER = ("WORKER", "URL", "MODEL", "TENANT", "STATE", "RUNNING", "BLOCKS", "EVENTS")
 _INDEXER = ("WORKER", "MODEL", "TENANT", "STATE", "BLOCKS", "EVENTS", "TRUST")
 

@@ -110,7 +110,7 @@ def test_columns_are_aligned() -> None:
         (
             OF_FRONTEND,
             [
-                "WORKER URL MODEL ROLE STATE SERVED BLOCKS EVENTS NOTE",
+                "WORKER URL MODEL ROLE STATE SENT BLOCKS EVENTS NOTE",
                 "1 http://a:8000 m decode healthy 3 6/100 active",
                 "12 http://b:8000 m decode unhealthy 0 0 active, connecting timed [31m out",
             ],
