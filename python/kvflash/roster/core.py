@@ -104,3 +104,6 @@ class Replicas:
 
     def only(self, component_ids: dict[Component, set[int]]) -> None:
         """Called when discovery has listed all workers."""
+
+    def present(self, components: set[Component]) -> None:
+        """Called with the components of the workers in discovery after each change."""

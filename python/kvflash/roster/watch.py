@@ -107,6 +107,8 @@ class DiscoveryWatch(Background):
                 "errors above give the reasons", len(self._refused),
             )  # fmt: skip
         self._is_useless = is_useless
+        present = {component_of(path) for path, _ in self._keys.instances}
+        await asyncio.to_thread(self._cluster.present, present)
 
     async def _compare(self) -> None:
         """Remove workers that exist only in the shared state."""

@@ -25,6 +25,8 @@ READY_S_MAX = 60.0
 READY_STEP_S = 0.2
 RETRY_S = 2.0
 METRICS_S = 0.5
+# How long a component without workers is followed: by then its state has forgotten their blocks.
+ABANDONED_S = 660.0
 
 
 class Cluster(Replicas):
@@ -32,7 +34,8 @@ class Cluster(Replicas):
 
     ``open_discovery`` opens the discovery that lists workers, in the event loop that uses it.
     ``show_metrics`` is called twice a second with lines in the OpenMetrics text format,
-    ``show_warnings`` as often with the reasons why the state is incomplete. Errors name
+    ``show_warnings`` as often with the reasons why the state is incomplete. With ``show_metrics``,
+    components that :meth:`present` does not name are left after ABANDONED_S. Errors name
     ``setting``, which selects events over NATS. For ``is_strict`` see StateOptions.
     """
 
@@ -65,6 +68,8 @@ class Cluster(Replicas):
         self._states: dict[Component, Any] = {}
         # Components whose state has arrived, timed out or can't be reached.
         self._awaited: set[Component] = set()
+        # Since when components that are followed have no workers.
+        self._abandoned: dict[Component, float] = {}
         self._is_stopped = threading.Event()
         self._reporter: threading.Thread | None = None
         if show_metrics is not None:
@@ -139,6 +144,7 @@ class Cluster(Replicas):
         end = time.monotonic() + READY_S_MAX
         while True:
             with self._lock:
+                self._abandoned.pop(component, None)
                 if component in self._awaited or self._is_stopped.is_set():
                     return
                 if component not in self._states and not self._attach(component):
@@ -196,6 +202,27 @@ class Cluster(Replicas):
         for component, state in list(self._states.items()):
             state.keep_only(component_ids.get(component, set()))
 
+    def present(self, components: set[Component]) -> None:
+        """Discovery lists workers of these components only."""
+        now_s = time.monotonic()
+        with self._lock:
+            absent = self._states.keys() - components
+            self._abandoned = {one: self._abandoned.get(one, now_s) for one in absent}
+
+    def leave_abandoned(self, now_s: float) -> None:
+        """Follow components no longer that have had no workers for ABANDONED_S."""
+        with self._lock:
+            left = [one for one, at in self._abandoned.items() if now_s - at >= ABANDONED_S]
+            states = {component: self._states.pop(component) for component in left}
+            for component in left:
+                del self._abandoned[component]
+                self._awaited.discard(component)
+        for component, state in states.items():
+            logger.info(
+                "the events of %s.%s are not followed any more: it has no workers", *component
+            )
+            state.stop()
+
     def _attach(self, component: Component) -> bool:
         from kvflash.state.attach import StateOptions, attach  # noqa: PLC0415
 
@@ -247,6 +274,7 @@ class Cluster(Replicas):
             show(lines)
             if self._show_warnings is not None:
                 self._show_warnings(self.warnings())
+            self.leave_abandoned(time.monotonic())
 
     def warnings(self) -> list[str]:
         """Reasons why workers' events are missing, as text."""

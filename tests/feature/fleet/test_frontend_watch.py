@@ -77,6 +77,10 @@ class Recorder:
     def __init__(self) -> None:
         self.joined: list[int] = []
         self.left: list[int] = []
+        self.components: set[Any] = set()
+
+    def present(self, components: set[Any]) -> None:
+        self.components = components
 
     def worker_joined(self, _component: Any, instance_id: int) -> None:
         self.joined.append(instance_id)
@@ -249,6 +253,10 @@ def test_an_engine_that_is_replaced_and_then_refused_is_gone(
         fleet.room = 8
         await discovery.put(f"v1/models/{KEY}", value({**CARD, "dp_size": 8}))
         await asyncio.to_thread(until, lambda: fleet.cluster.joined == [7, 7], "its return")
+        here = {("tests", "backend")}
+        await asyncio.to_thread(until, lambda: fleet.cluster.components == here, "its component")
+        await discovery.delete(f"v1/instances/{KEY}")
+        await asyncio.to_thread(until, lambda: not fleet.cluster.components, "no component")
 
     told(steps)
 

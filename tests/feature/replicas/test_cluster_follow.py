@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvflash.discovery import MemoryDiscovery
 from kvflash.errors import TransportError
 from kvflash.routing import cluster
 from kvflash.routing.cluster import Cluster
+from kvflash.state import frames
 from service import DEADLINE_S, until
 
 COMPONENT = ("ns", "backend")
@@ -129,3 +131,37 @@ def test_a_stream_that_cannot_be_reached_is_tried_again_once_for_all_workers(
     assert not waiting.is_alive()
     assert "can't follow the events of ns.backend: it is away; trying again" in caplog.text
     made.stop()
+
+
+def test_a_component_whose_workers_all_left_is_not_followed_for_ever(
+    state: Restoring, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    made = nats_cluster()
+    state.is_ready.set()
+    made.follow(COMPONENT)
+    made.present({COMPONENT})
+    made.leave_abandoned(time.monotonic() + 10 * cluster.ABANDONED_S)
+    made.present(set())
+    left_s = time.monotonic()
+    made.present(set())
+    # Its blocks are kept for a while, and it counts again if a worker comes.
+    made.leave_abandoned(left_s + cluster.ABANDONED_S - 1.0)
+    assert COMPONENT in made._states
+    made.follow(COMPONENT)
+    made.leave_abandoned(left_s + 2 * cluster.ABANDONED_S)
+    assert not state.is_stopped
+    made.present(set())
+    made.leave_abandoned(time.monotonic() + cluster.ABANDONED_S)
+    assert state.is_stopped
+    assert made._states == {}
+    assert "the events of ns.backend are not followed any more" in caplog.text
+    # A worker that comes later is followed as the first one was.
+    state.is_stopped = False
+    made.follow(COMPONENT)
+    assert COMPONENT in made._states
+    made.stop()
+
+
+def test_a_state_forgets_blocks_before_its_component_is_left() -> None:
+    assert cluster.ABANDONED_S > frames._AWAY_S_MAX
