@@ -1,10 +1,11 @@
 //! Validation of clients' names: models, tenants, endpoints.
 
 use super::cache_groups::EngineFacts;
+use super::identity::Identity;
 use super::model::ModelKey;
 use crate::error::{Error, Result};
 
-/// Longest name of a model or tenant, in bytes.
+/// Longest name of a model, tenant or adapter, and longest salt of an index, in bytes.
 pub const MAX_NAME_BYTES: usize = 1_024;
 /// Longest host of an endpoint, in bytes: that of a name in DNS.
 const MAX_HOST_BYTES: usize = 255;
@@ -22,13 +23,26 @@ pub(super) fn check_names(key: &ModelKey) -> Result<()> {
     if key.tenant_id.is_empty() {
         return Err(Error::invalid("tenant_id must not be empty: leave it out for \"default\""));
     }
-    for (field, name) in [("model_name", &key.model_name), ("tenant_id", &key.tenant_id)] {
-        if name.len() > MAX_NAME_BYTES {
-            return Err(Error::invalid(format!(
-                "{field} may have at most {MAX_NAME_BYTES} bytes, got {}",
-                name.len()
-            )));
-        }
+    check_length("model_name", &key.model_name)?;
+    check_length("tenant_id", &key.tenant_id)
+}
+
+/// Checks an adapter and a salt that hold for a whole index.
+///
+/// # Errors
+/// `InvalidArgument`: names the field and the limit.
+pub(super) fn check_identity(identity: &Identity) -> Result<()> {
+    let Identity { lora_name, cache_salt } = identity;
+    check_length("lora_name", lora_name.as_deref().unwrap_or_default())?;
+    check_length("additional_salt", cache_salt.as_deref().unwrap_or_default())
+}
+
+fn check_length(field: &str, name: &str) -> Result<()> {
+    if name.len() > MAX_NAME_BYTES {
+        return Err(Error::invalid(format!(
+            "{field} may have at most {MAX_NAME_BYTES} bytes, got {}",
+            name.len()
+        )));
     }
     Ok(())
 }
@@ -185,6 +199,21 @@ mod tests {
         for (key, wanted) in [(key("", "t"), "model_name"), (key("m", ""), "tenant_id")] {
             let error = check_names(&key).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{wanted} must not be empty")), "{error}");
+        }
+    }
+
+    #[test]
+    fn names_of_adapters_and_salts_have_the_limit_of_other_names() {
+        let of = |bytes: usize| Some("a".repeat(bytes));
+        let identity = |lora_name, cache_salt| Identity { lora_name, cache_salt };
+        assert_eq!(check_identity(&identity(of(MAX_NAME_BYTES), of(MAX_NAME_BYTES))), Ok(()));
+        assert_eq!(check_identity(&Identity::default()), Ok(()));
+        for (long, field) in [
+            (identity(of(1_025), None), "lora_name"),
+            (identity(None, of(1_025)), "additional_salt"),
+        ] {
+            let error = check_identity(&long).unwrap_err().to_string();
+            assert_eq!(error, format!("{field} may have at most 1024 bytes, got 1025"));
         }
     }
 }

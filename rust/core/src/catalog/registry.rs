@@ -9,7 +9,7 @@ use parking_lot::RwLock;
 
 use super::command::{Command, CommandQueue};
 use super::counters::EventCounts;
-use super::legal::{check_endpoint, check_facts, check_names, is_brokered};
+use super::legal::{check_endpoint, check_facts, check_identity, check_names, is_brokered};
 use super::model::{ModelIndex, ModelKey, Named};
 use super::past::{Left, Recovered};
 use super::publisher::Publisher;
@@ -211,6 +211,7 @@ impl Catalog {
             check_endpoint("replay_endpoint", replay)?;
         }
         check_names(key)?;
+        check_identity(&registration.identity)?;
         let block_size = registration.block_size;
         if block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
