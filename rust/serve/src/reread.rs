@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,8 +22,8 @@ const MAX_FILE_BYTES: u64 = 1024 * 1024;
 /// Interval of the checks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Modification time and length of each file; `None` for a missing file.
-type Looks = Vec<Option<(SystemTime, u64)>>;
+/// Modification time, length, mode and owner of each file; `None` for a missing file.
+type Looks = Vec<Option<(SystemTime, u64, u32, u32)>>;
 
 /// A value read from files, and reloaded when one of them changes.
 pub(crate) struct Reread<T> {
@@ -124,7 +125,7 @@ impl<T> fmt::Debug for Reread<T> {
 fn looks(paths: &[PathBuf]) -> Looks {
     let look = |path: &PathBuf| {
         let metadata = std::fs::metadata(path).ok()?;
-        Some((metadata.modified().ok()?, metadata.len()))
+        Some((metadata.modified().ok()?, metadata.len(), metadata.mode(), metadata.uid()))
     };
     paths.iter().map(look).collect()
 }

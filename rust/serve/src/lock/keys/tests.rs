@@ -147,7 +147,16 @@ fn a_file_is_read_again_when_it_changes() {
     write(&line("ann"));
     file.renew();
     assert_eq!(found(&file.current(), "ann").as_deref(), Some("ann"));
-    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
+    // Nothing but the mode changes.
+    let set_mode = |mode| std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+    set_mode(0o666);
+    file.renew();
+    assert!(file.trouble().is_some());
+    assert_eq!(found(&file.current(), "ann").as_deref(), Some("ann"), "known keys stay");
+    set_mode(0o600);
+    file.renew();
+    assert_eq!(file.trouble(), None);
+    set_mode(0o666);
     let error = Keys::open(&path).map(drop).unwrap_err().to_string();
     assert!(error.contains("every user may write to it (mode 666)"), "{error}");
     std::fs::remove_file(&path).unwrap();
