@@ -370,7 +370,9 @@ pub(super) async fn set_thresholds(
     Change::check_type(&headers)?;
     let change = Change::parse(&body)?;
     let pool = app.fleet.route(&change.model).ok().flatten().map(|route| route.pool);
-    let prefills = pool.as_ref().and_then(|pool| app.fleet.prefill_pool(&pool.name));
+    // A model may have prefill workers only.
+    let name = pool.as_ref().map_or(&*change.model, |pool| &pool.name);
+    let prefills = app.fleet.prefill_pool(name);
     let pools = pool.iter().chain(&prefills);
     Ok(Json(change.apply(pools.map(|pool| &pool.selector.busy))?))
 }

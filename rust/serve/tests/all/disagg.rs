@@ -64,6 +64,17 @@ async fn thresholds_of_a_model_are_those_of_its_prefill_workers_too() {
 }
 
 #[tokio::test]
+async fn thresholds_are_set_where_they_are_listed() {
+    let stage = Stage::new(|_| ());
+    let _prefill = prefiller(&stage).await;
+    let change = json!({ "model": "m", "active_prefill_tokens_threshold": 40 });
+    let answer = stage.post("/busy_threshold", &change).await;
+    assert_eq!(answer.status, 200);
+    let listed = stage.get("/busy_threshold").await["thresholds"].clone();
+    assert_eq!(listed[0]["active_prefill_tokens_threshold"], 40, "{listed}");
+}
+
+#[tokio::test]
 async fn a_prefill_that_fails_goes_to_another_and_then_the_decoder_does_all() {
     let stage = Stage::new(|_| ());
     let decode = stage.engine().await;
