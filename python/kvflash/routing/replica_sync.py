@@ -32,6 +32,8 @@ _UNLISTED_S = 10.0
 WAITING_EVENTS_MAX = 100_000
 # Tracked active requests per router; further ones are ignored.
 REQUESTS_MAX = 100_000
+# Blocks of another router's requests; of further requests only the tokens count.
+BLOCKS_MAX = 8_388_608
 # Other routers; messages of further ones are ignored.
 ROUTERS_MAX = 256
 # Size of one message of a state, unless a single request is larger.
@@ -45,7 +47,7 @@ _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Re
 _COUNTS = (
     *("sent_events", "dropped_events", "received_events", "malformed", "gaps"),
     *("digests_differed", "resyncs", "refused_requests", "dropped_routers", "ignored_messages"),
-    "sequence_resets",
+    *("sequence_resets", "requests_without_blocks"),
 )
 
 #: Instance id and dp rank.
@@ -80,10 +82,12 @@ class _Table:
 
     requests: dict[str, _Request] = field(default_factory=dict)
     digest: int = 0
+    blocks: int = 0
 
     def add(self, request_id: str, request: _Request) -> None:
         self.digest ^= request.mark(request_id)
         self.requests[request_id] = request
+        self.blocks += len(request.hashes or ())
 
     def mark(self, request_id: str) -> _Request | None:
         """The request, if this changes it."""
@@ -99,6 +103,7 @@ class _Table:
         request = self.requests.pop(request_id, None)
         if request is not None:
             self.digest ^= request.mark(request_id)
+            self.blocks -= len(request.hashes or ())
         return request
 
 
@@ -114,12 +119,13 @@ class _Peer:
     # A state in transfer: its number, how many parts have arrived, and their requests.
     state_at: int | None = None
     parts: int = 0
-    rows: dict[str, _Request] = field(default_factory=dict)
+    received: _Table = field(default_factory=_Table)
 
-    def end_state(self) -> dict[str, _Request]:
+    def end_state(self) -> _Table:
         """End the transfer of a state; returns the requests that arrived."""
-        rows, self.state_at, self.parts, self.rows = self.rows, None, 0, {}
-        return rows
+        received, self.received = self.received, _Table()
+        self.state_at, self.parts = None, 0
+        return received
 
     def forget_last(self) -> None:
         """Accept any sequence number again, and ask for the state."""
@@ -385,16 +391,21 @@ class ReplicaSync:
                 int(added.get("isl", 0)),
                 int(added.get("overlap", 0)),
             )
-            self._add(router_id, peer, request_id, request)
+            if self._keep(peer.table, request_id, request):
+                self._count(router_id, request_id, request)
 
-    def _add(self, router_id: int, peer: _Peer, request_id: str, request: _Request) -> None:
-        if request_id in peer.table.requests:
-            return
-        if len(peer.table.requests) >= REQUESTS_MAX:
+    def _keep(self, table: _Table, request_id: str, request: _Request) -> bool:
+        """Add to another router's requests, within limits; False if it is there or refused."""
+        if request_id in table.requests:
+            return False
+        if len(table.requests) >= REQUESTS_MAX:
             self.counts["refused_requests"] += 1
-            return
-        peer.table.add(request_id, request)
-        self._count(router_id, request_id, request)
+            return False
+        if table.blocks + len(request.hashes or ()) > BLOCKS_MAX:
+            self.counts["requests_without_blocks"] += 1
+            request.hashes = None
+        table.add(request_id, request)
+        return True
 
     def _count(self, router_id: int, request_id: str, request: _Request) -> None:
         """Count another router's request; at a worker that is unknown here it does not count.
@@ -445,23 +456,19 @@ class ReplicaSync:
             peer.state_at = None if is_useless else sequence
         if peer.state_at != sequence or part != peer.parts:
             return
-        for row in state["requests"]:
-            if len(peer.rows) < REQUESTS_MAX:
-                name, instance_id, dp_rank, hashes, isl, overlap, is_prefilled = row
-                worker = (int(instance_id), int(dp_rank))
-                peer.rows[str(name)] = _Request(
-                    worker, _hashes_of(hashes), int(isl), int(overlap), bool(is_prefilled)
-                )
-            else:
-                self.counts["refused_requests"] += 1
+        for name, instance_id, dp_rank, hashes, isl, overlap, is_prefilled in state["requests"]:
+            worker = (int(instance_id), int(dp_rank))
+            request = _Request(
+                worker, _hashes_of(hashes), int(isl), int(overlap), bool(is_prefilled)
+            )
+            self._keep(peer.received, str(name), request)
         peer.parts += 1
         if peer.parts < int(state["parts"]):
             return
-        rows = peer.end_state()
+        peer.table = peer.end_state()
         self._bookings.remote_drop_router(router_id)
-        peer.table = _Table()
-        for name, request in rows.items():
-            self._add(router_id, peer, name, request)
+        for name, request in peer.table.requests.items():
+            self._count(router_id, name, request)
         peer.last, peer.is_wrong = sequence, False
 
     def _drop(self, router_id: int) -> None:

@@ -118,10 +118,40 @@ def test_a_state_in_transfer_keeps_no_more_requests_than_a_router_may_have(
 
     for at in range(4):
         part(at, 2**63)
-    kept = sync._peers[2].rows
+    kept = sync._peers[2].received.requests
     assert list(kept) == ["0-0", "0-1", "1-0"]
     assert {tuple(request.hashes or ()) for request in kept.values()} == {(1, 2)}
     assert sync.counts["refused_requests"] == 5
     part(4, 5)
     assert sync.digests()[2][0] == 3
-    assert not sync._peers[2].rows
+    assert not sync._peers[2].received.requests
+
+
+def test_blocks_of_a_router_have_a_limit_in_events_and_in_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = ReplicaSync(1, Router().bookings), ReplicaSync(2, Router().bookings)
+    monkeypatch.setattr(replica_sync, "BLOCKS_MAX", 5)
+
+    def hashes() -> list[int]:
+        requests = one._peers[2].table.requests.values()
+        return [len(request.hashes or ()) for request in requests]
+
+    for name in ("a", "b", "c"):
+        two.add(name, (7, 0), [1, 2], 32, 0)
+    pass_on(two, one, 0.0)
+    assert (hashes(), one.counts["requests_without_blocks"]) == ([2, 2, 0], 1)
+    two.free("a")
+    two.add("d", (7, 0), [1, 2], 32, 0)
+    pass_on(two, one, 3.0)
+    assert hashes() == [2, 0, 2]
+    # The digests agree, so nothing is asked again.
+    assert one.digests()[2] == two.digests()[2]
+    late = ReplicaSync(3, Router().bookings)
+    pass_on(late, two, 4.0)
+    for data in two.outgoing(6.0):
+        one.received(data, 6.0)
+        late.received(data, 6.0)
+    assert late.digests()[2] == two.digests()[2]
+    assert late._peers[2].table.blocks == 4
+    assert late.counts["requests_without_blocks"] == 1
