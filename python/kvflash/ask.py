@@ -47,6 +47,7 @@ class Answer:
 
     ``fix`` is the next step where something is there that can't be asked in this way.
     ``refused`` is the cause for which a kvflash service let the request not in, such as ``no_key``.
+    ``missing`` is what a kvflash service says with status 404: ``path`` or ``entry``.
     ``skew_s`` is how far the server's clock is ahead of ours, to a second, if it sent its time.
     """
 
@@ -55,6 +56,7 @@ class Answer:
     error: str = ""
     fix: str = ""
     refused: str = ""
+    missing: str = ""
     seconds: float = 0.0
     skew_s: float | None = None
 
@@ -171,6 +173,7 @@ def ask(
             status=response.status,
             body=answer,
             refused=response.getheader("x-kvflash-refused", ""),
+            missing=response.getheader("x-kvflash-missing", ""),
             seconds=time.monotonic() - started,
             skew_s=_skew_s(response.getheader("date"), now),
         )
@@ -232,8 +235,8 @@ class Service:
             fix = answer.fix or "does the service run there?"
             raise TransportError(f"{asked}: {answer.error}; {fix}")
         if answer.status == 404:
-            # An engine, or a service without this command.
-            is_strange = any(words in answer.said for words in ("Not Found", "no such path"))
+            # An engine, or a service without this command, has no entries that could be missing.
+            is_strange = answer.missing != "entry"
             hint = "; does a kvflash frontend or router run there?" if is_strange else ""
             raise NotFoundError(f"{asked}: {answer.said}{hint}")
         if answer.status == 401 and self._key is None:

@@ -22,18 +22,18 @@ pub(crate) fn complete<S: Clone + Send + Sync + 'static>(
     routes: Router<S>,
     document: &'static str,
 ) -> Router<S> {
-    let refuse = |status, what: &'static str| {
+    let refuse = |reject: Reject| {
         async move |mut body: Body| {
             discard(&mut body).await;
-            Reject::new(status, what).plain()
+            reject.plain()
         }
     };
     let absent = "no such path; GET /openapi.json lists all paths";
     let method = "method not allowed; GET /openapi.json lists the methods of this path";
     routes
         .route("/openapi.json", get(async move || answer(document)))
-        .fallback(refuse(StatusCode::NOT_FOUND, absent))
-        .method_not_allowed_fallback(refuse(StatusCode::METHOD_NOT_ALLOWED, method))
+        .fallback(refuse(Reject::no_path(absent)))
+        .method_not_allowed_fallback(refuse(Reject::new(StatusCode::METHOD_NOT_ALLOWED, method)))
 }
 
 pub(crate) fn answer(document: &'static str) -> Response {

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use kvflash_core::error::Error;
 use serde_json::json;
@@ -11,6 +11,28 @@ use serde_json::json;
 const MAX_MESSAGE_BYTES: usize = 4_096;
 /// So much of the end of a longer one stays: the limit and the next step.
 const END_BYTES: usize = 1_024;
+
+/// Header of a 404: the kind of thing that is not there, for programs.
+pub(crate) const MISSING: HeaderName = HeaderName::from_static("x-kvflash-missing");
+
+/// What a 404 says is not there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Missing {
+    /// The path: no kvflash service of this kind has it.
+    Path,
+    /// What the request names, such as a model, a worker or a request id.
+    Entry,
+}
+
+impl Missing {
+    /// The value of the header.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Path => "path",
+            Self::Entry => "entry",
+        }
+    }
+}
 
 /// A refused request. The indexer's API responds with `{"error": "..."}`, the OpenAI API with an
 /// error object.
@@ -24,6 +46,8 @@ pub struct Reject {
     pub param: Option<Cow<'static, str>>,
     /// Seconds after which the client should retry.
     pub retry_after_s: Option<u32>,
+    /// Of a 404: what is not there.
+    pub missing: Missing,
     /// The original error; callers in the same process get it instead of a status.
     pub cause: Option<Error>,
 }
@@ -32,7 +56,13 @@ impl Reject {
     /// A refusal with this status.
     pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
         let message = bounded(message.into());
-        Self { status, message, param: None, retry_after_s: None, cause: None }
+        let missing = Missing::Entry;
+        Self { status, message, param: None, retry_after_s: None, missing, cause: None }
+    }
+
+    /// 404: the path is unknown.
+    pub fn no_path(message: impl Into<String>) -> Self {
+        Self { missing: Missing::Path, ..Self::new(StatusCode::NOT_FOUND, message) }
     }
 
     /// 400: the request is invalid; a message that begins with `field: ` names the invalid field.
@@ -131,6 +161,9 @@ impl Reject {
         if let Some(seconds) = self.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
+        if self.status == StatusCode::NOT_FOUND {
+            response.headers_mut().insert(MISSING, HeaderValue::from_static(self.missing.name()));
+        }
         response.extensions_mut().insert(self);
         response
     }
@@ -189,6 +222,21 @@ impl IntoResponse for PlainReject {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_404_says_for_programs_what_is_missing() {
+        for (reject, wanted) in [
+            (Reject::no_path("no such path"), Some("path")),
+            (Reject::new(StatusCode::NOT_FOUND, "no such path"), Some("entry")),
+            (Reject::from(Error::NotFound("no indexer".to_owned())), Some("entry")),
+            (Reject::bad_request("no path"), None),
+        ] {
+            for response in [reject.clone().plain(), reject.clone().openai(), reject.anthropic()] {
+                let found = response.headers().get(MISSING);
+                assert_eq!(found.and_then(|what| what.to_str().ok()), wanted);
+            }
+        }
+    }
 
     #[test]
     fn a_message_has_a_limit_whatever_came() {

@@ -13,7 +13,6 @@ use kvflash_core::catalog::ModelKey;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::Worker;
 use kvflash_core::select::{self, Prompt, Selector};
-use memchr::memmem;
 use parking_lot::{Mutex, RwLock};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -27,6 +26,7 @@ use super::frontend::engine_spec::without_login;
 use super::lock::Credential;
 use super::metrics::{OutcomeLabel, add, seconds_histogram};
 use super::outbound::{Connector, in_full};
+use super::reject::{MISSING, Missing};
 
 /// Size limit of a response: thousands of workers.
 const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
@@ -35,8 +35,6 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_CONNECTIONS_MAX: usize = 64;
 
 const QUERY_PATH: &str = "/query_by_hash";
-/// The beginning of an indexer's own 404.
-const UNKNOWN_MODEL: &[u8] = b"no indexer for ";
 
 /// Address of the indexer, and its deadline.
 #[derive(Debug, Clone)]
@@ -244,7 +242,9 @@ impl RemoteIndexer {
         let bytes = body.map_err(|error| Failure::Other(in_full(&*error)))?.to_bytes();
         match parts.status {
             StatusCode::OK => {}
-            StatusCode::NOT_FOUND if memmem::find(&bytes, UNKNOWN_MODEL).is_some() => {
+            StatusCode::NOT_FOUND
+                if parts.headers.get(MISSING).is_some_and(|what| what == Missing::Entry.name()) =>
+            {
                 return Err(Failure::Unknown);
             }
             status @ StatusCode::NOT_FOUND => {

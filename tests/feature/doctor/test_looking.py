@@ -59,6 +59,7 @@ class Service:
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, Any]] = {}
         self.bodies: list[Any] = []
+        self.missing = ""
         service = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -67,6 +68,8 @@ class Service:
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
+                if service.missing:
+                    self.send_header("x-kvflash-missing", service.missing)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -168,6 +171,17 @@ def test_json_is_the_answer_itself(service: Service, capsys: pytest.CaptureFixtu
     service.answers = {"/workers": (200, b'[ {"x":1} ]')}
     assert workers([service.url, "--json"]) == 0
     assert capsys.readouterr().out == '[ {"x":1} ]\n'
+
+
+@pytest.mark.parametrize(("missing", "is_hinted"), [("entry", False), ("path", True), ("", True)])
+def test_only_a_path_that_is_missing_makes_the_address_doubtful(
+    service: Service, missing: str, is_hinted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.missing = missing
+    service.answers = {"/workers": (404, {"error": 'no worker "Not Found"'})}
+    assert workers([service.url]) == 1
+    hint = "; does a kvflash frontend or router run there?"
+    assert (hint in capsys.readouterr().err) == is_hinted
 
 
 @pytest.mark.parametrize(

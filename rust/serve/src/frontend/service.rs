@@ -181,7 +181,7 @@ impl FrontendApp {
             .fallback(async |uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;
                 let (form, message) = Row::missing(uri.path());
-                form.refuse(Reject::new(StatusCode::NOT_FOUND, message))
+                form.refuse(Reject::no_path(message))
             })
             .method_not_allowed_fallback(async |method: Method, uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;
