@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvflash._core import check_keys
+from kvflash._core import check_key, check_keys
 from kvflash.config import bounded_int
 from kvflash.console import reason_of, refuse
 from kvflash.errors import ConfigError, ConflictError, KvflashError, NotFoundError
@@ -66,10 +66,7 @@ def _add(path: Path, args: argparse.Namespace) -> None:
     parts = {"ID": f"{args.id}:certificate:client"}
     parts |= {f"--{name}": f"id:certificate:{args.role}:{one}" for name, one in options.items()}
     for argument, part in parts.items():
-        unchanged = f"{argument} is not valid, and {path} is unchanged: "
-        _check(part, unchanged, "line 1: ")
-        if not any(entries(part)):
-            raise ConfigError(f"{unchanged}{args.id!r} begins with #, as a comment does")
+        check_key(part, f"{argument} is not valid, and {path} is unchanged")
 
     def line(secret: str) -> str:
         return ":".join((args.id, secret, args.role, *filter(None, [",".join(options.values())])))
@@ -102,7 +99,7 @@ def _list(path: Path) -> None:
         step = "; kvflash keys add makes it" if isinstance(error, FileNotFoundError) else ""
         why = f"can't be read: {reason_of(error)}{step}"
         raise KvflashError(f"--keys-file {path}: {why}") from None
-    _check(text, f"--keys-file {path}: ")
+    check_keys(text, f"--keys-file {path}")
     rows: list[tuple[object, ...]] = [("ID", "ROLE", "OPTIONS")]
     for key_id, line in entries(text):
         _, _, role, options = (*line.split(":", 3), "", "", "")[:4]
@@ -200,7 +197,7 @@ def _change(path: Path, change: Callable[[str], str], *, is_made: bool) -> None:
             _check_mode(descriptor, path)
             with open(descriptor, encoding="utf-8", closefd=False) as file:
                 text = change(file.read())
-            _check(text, f"--keys-file {path}: ")
+            check_keys(text, f"--keys-file {path}")
             status = os.fstat(descriptor)
             # A symbolic link stays.
             target = path.resolve()
@@ -219,15 +216,6 @@ def _change(path: Path, change: Callable[[str], str], *, is_made: bool) -> None:
                 raise
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--keys-file {path}: can't be changed: {reason_of(error)}") from None
-
-
-def _check(text: str, blamed: str, place: str = "") -> None:
-    """Refuse lines that a service would refuse, and say what is to blame."""
-    try:
-        check_keys(text)
-    except ConfigError as error:
-        why = str(error).removeprefix("--keys-file: ").removeprefix(place)
-        raise ConfigError(f"{blamed}{why}") from None
 
 
 def _check_mode(descriptor: int, path: Path) -> None:

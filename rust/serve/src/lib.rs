@@ -37,7 +37,7 @@ mod worker_allow;
 mod worker_state;
 
 pub use http::Http;
-pub use lock::{Caller, Face, Key, Lock, Pass, Role, check_keys};
+pub use lock::{Caller, Face, Key, Lock, Pass, Role, check_key, check_keys};
 pub use reject::Reject;
 pub use remote::RemoteIndexerOptions;
 pub use routing::RoutingOptions;

@@ -57,7 +57,7 @@ mod _core {
         router::Router,
         router_booking::RouterBooking,
         router_core::RouterCore,
-        settings::{check_keys, settings_table},
+        settings::{check_key, check_keys, settings_table},
         tokenizer::{Tokenizer, model_folder},
         zmq_drain::ZmqDrain,
     };

@@ -65,11 +65,28 @@ pub(super) fn http(given: &mut Given, face: Face) -> Result<Http> {
 
 /// Check the content of a key file, as a service reads it.
 ///
+/// Args:
+///     text: All lines.
+///     blamed: The beginning of the error, such as the file's name.
+///
 /// Raises:
 ///     ConfigError: The file is invalid; names line, field, what came and what is legal.
 #[pyfunction]
-pub(super) fn check_keys(text: &str) -> Raised<()> {
-    Ok(kvflash_serve::check_keys(text)?)
+pub(super) fn check_keys(text: &str, blamed: &str) -> Raised<()> {
+    Ok(kvflash_serve::check_keys(text, blamed)?)
+}
+
+/// Check one key's line of such a file.
+///
+/// Args:
+///     line: The line.
+///     blamed: The beginning of the error, such as the argument that the line was made from.
+///
+/// Raises:
+///     ConfigError: The line is invalid; names field, what came and what is legal.
+#[pyfunction]
+pub(super) fn check_key(line: &str, blamed: &str) -> Raised<()> {
+    Ok(kvflash_serve::check_key(line, blamed)?)
 }
 
 fn plain(name: &str, value: &Bound<'_, PyAny>) -> Raised<Value> {

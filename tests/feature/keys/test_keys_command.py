@@ -156,7 +156,7 @@ def test_a_file_of_something_else_is_not_listed(
     ("argv", "blamed", "told"),
     [
         (["a b", "--role", "admin"], "ID", "id must be 1 to 64 letters"),
-        (["#ann", "--role", "admin"], "ID", "'#ann' begins with #, as a comment does"),
+        (["#ann", "--role", "admin"], "ID", "id must be 1 to 64 letters"),
         (
             ["ann", "--role", "client", "--allow", "all"],
             "--allow",

@@ -290,9 +290,17 @@ impl Keys {
 /// Check the text of a file of keys.
 ///
 /// # Errors
-/// `Config`, naming line, field, what came and what is legal.
-pub fn check_keys(text: &str) -> Result<()> {
-    Keys::parse(text).map(drop).map_err(|why| Error::Config(format!("{KEYS_FLAG}: {why}")))
+/// `Config`: what is `blamed`, line, field, what came and what is legal.
+pub fn check_keys(text: &str, blamed: &str) -> Result<()> {
+    Keys::parse(text).map(drop).map_err(|why| Error::Config(format!("{blamed}: {why}")))
+}
+
+/// Check one key's line of such a file.
+///
+/// # Errors
+/// `Config`: what is `blamed`, field, what came and what is legal.
+pub fn check_key(line: &str, blamed: &str) -> Result<()> {
+    parse_line(line).map(drop).map_err(|why| Error::Config(format!("{blamed}: {why}")))
 }
 
 /// # Errors

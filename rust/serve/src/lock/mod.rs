@@ -13,6 +13,6 @@ pub(crate) use caller::{Side, Subject};
 pub(crate) use credential::Credential;
 pub use entry::Lock;
 pub(crate) use entry::Verdict;
-pub use keys::{Key, Pass, Role, check_keys};
+pub use keys::{Key, Pass, Role, check_key, check_keys};
 pub use rules::Face;
 pub(crate) use rules::nets;
