@@ -45,6 +45,8 @@ pub(crate) enum Topic {
     Policy,
     /// A file of keys.
     Keys,
+    /// A file of `--tls-*`.
+    Tls,
     /// `--use-remote-indexer`.
     RemoteIndexer,
     /// A worker of discovery is not accepted.
@@ -93,7 +95,9 @@ impl Topic {
             }
             Self::StateFile => "make the file writable, or correct what the message names",
             Self::Policy => "correct what the message names; the log has its errors",
-            Self::Keys => "correct the file that the message names; the log says what is wrong",
+            Self::Keys | Self::Tls => {
+                "correct the file that the message names; the log says what is wrong"
+            }
             Self::RemoteIndexer => {
                 "run kvflash doctor on the indexer, too, and correct --use-remote-indexer"
             }
@@ -179,11 +183,19 @@ impl Warning {
         let of = |code| move |message| Self::new(code, message);
         let outside = outside.read().clone().into_iter().map(of(Topic::Cluster));
         outside
-            .chain(registrations.trouble().map(of(Topic::StateFile)))
             .chain(routing.policies.troubles().map(of(Topic::Policy)))
-            .chain(http.lock().troubles().into_iter().map(of(Topic::Keys)))
+            .chain(Self::of_files(registrations, http))
             .chain(remote.and_then(RemoteIndexer::warning).map(of(Topic::RemoteIndexer)))
             .collect()
+    }
+
+    /// Of files that can't be written or were changed and can't be used, of every service.
+    pub fn of_files(registrations: &Registrations, http: &Http) -> Vec<Self> {
+        let of = |code| move |message| Self::new(code, message);
+        let state = registrations.trouble().map(of(Topic::StateFile));
+        let keys = http.lock().troubles().into_iter().map(of(Topic::Keys));
+        let tls = http.tls_troubles().map(of(Topic::Tls));
+        state.into_iter().chain(keys).chain(tls).collect()
     }
 
     /// The texts of `warnings`.

@@ -113,6 +113,12 @@ impl Http {
         &self.limits.lock
     }
 
+    /// Files of certificates and their keys that were changed and can't be used.
+    pub(crate) fn tls_troubles(&self) -> impl Iterator<Item = String> {
+        let own = self.limits.tls.as_ref().and_then(Tls::trouble);
+        own.into_iter().chain(self.outbound.trouble())
+    }
+
     /// Reloads changed certificates for outgoing connections; call it on a timer.
     pub fn renew(&self) {
         self.outbound.renew();

@@ -100,9 +100,18 @@ impl Outbound {
 
     /// Reloads the files if they were read and have changed.
     pub fn renew(&self) {
-        if let Some(Ok(config)) = self.config.as_ref().and_then(|trust| trust.read.get()) {
+        if let Some(config) = self.in_use() {
             config.renew();
         }
+    }
+
+    /// A warning while the files were changed and can't be used.
+    pub fn trouble(&self) -> Option<String> {
+        self.in_use()?.trouble()
+    }
+
+    fn in_use(&self) -> Option<&Reread<ClientConfig>> {
+        self.config.as_ref()?.read.get()?.as_ref().ok()
     }
 
     /// The connector of a client. With `allow` it is for workers that were added over HTTP: each

@@ -85,6 +85,11 @@ impl Tls {
         Arc::clone(&self.acceptor).keep_renewing().await;
     }
 
+    /// A warning while the files were changed and can't be used.
+    pub(super) fn trouble(&self) -> Option<String> {
+        self.acceptor.trouble()
+    }
+
     /// Registers the counters of handshakes and reloads in `registry`.
     pub(super) fn register(&self, registry: &mut Registry) {
         // Rates need zeros from the start.

@@ -170,6 +170,13 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(tmp_path: Path) -> N
         Path(pair.cert).write_text("no certificate")
         until(lambda: counted(address, pair, "renewals", "refused") >= 1, "the refusal")
         assert shown(address, pair) == second
+        kept = connect(address, pair)
+        kept.request("GET", "/health")
+        causes = json.loads(kept.getresponse().read())["causes"]
+        kept.close()
+        (cause,) = [one for one in causes if one["code"] == "tls"]
+        assert pair.cert in cause["message"]
+        assert cause["fix"].startswith("correct the file")
         assert counted(address, pair, "renewals", "renewed") >= 1
         assert counted(address, pair, "handshakes", "done") >= 4
         with Raw(address) as plain:

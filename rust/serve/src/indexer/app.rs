@@ -24,24 +24,25 @@ use kvflash_core::ids::Worker;
 use prometheus_client::registry::Registry;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::json;
 
 use super::super::body::{Intake, Received, check_encoding, discard};
 use super::super::metrics::check_prefix;
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
 use super::form::{Form, Params, refuse_encoded};
-use super::mask::{FLAG as HASH_SECRET, HashMask};
+use super::mask::FLAG as HASH_SECRET;
 use super::metrics::{self, Endpoint, IndexerMetrics};
 use super::overlap::{find_hashes, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister, WorkersFilter};
 use super::startup::Startup;
+use crate::cause::Warning;
 use crate::lock::Subject;
 use crate::reject::PlainReject;
 use crate::settings::IndexerOptions;
 use crate::state_file::Registrations;
-use crate::worker_allow::WorkerAllow;
-use crate::{Http, Reject, Shutdown, openapi};
+use crate::{Http, Reject, openapi};
 
 /// Header of responses given before this replica was ready; its value is `false`.
 const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
@@ -53,12 +54,9 @@ struct App {
     metrics: Arc<IndexerMetrics>,
     startup: Arc<Startup>,
     dumps: Dumps,
-    /// Masks hashes in dumps.
-    mask: Option<HashMask>,
-    shutdown: Shutdown,
+    http: Http,
     /// Registrations over HTTP.
     registrations: Registrations,
-    worker_allow: WorkerAllow,
 }
 
 /// The indexer's HTTP service over a catalog, for [`super::super::serve`].
@@ -114,7 +112,7 @@ impl IndexerApp {
             .route("/deregister_peer", post(deregister_peer))
             .route("/peers", get(peers))
             .route("/digest", get(digest))
-            .route("/health", get(async || StatusCode::OK))
+            .route("/health", get(health))
             .route("/live", get(async || StatusCode::OK))
             .route(
                 "/metrics",
@@ -216,10 +214,8 @@ impl App {
             metrics: Arc::new(metrics),
             startup,
             dumps: Dumps::default(),
-            mask: http.mask.clone(),
-            shutdown: http.shutdown().clone(),
+            http: http.clone(),
             registrations: Registrations::default(),
-            worker_allow: http.worker_allow.clone(),
         })
     }
 
@@ -287,9 +283,9 @@ type Answer = Result<Response, PlainReject>;
 
 async fn register(State(app): State<Arc<App>>, body: Body) -> Answer {
     let request: Register = app.parse(body).await?;
-    app.worker_allow.check_socket("endpoint", &request.endpoint).await?;
+    app.http.worker_allow.check_socket("endpoint", &request.endpoint).await?;
     if let Some(replay) = &request.replay_endpoint {
-        app.worker_allow.check_socket("replay_endpoint", replay).await?;
+        app.http.worker_allow.check_socket("replay_endpoint", replay).await?;
     }
     let worker = format!("{}/{}", request.instance_id, request.dp_rank);
     // Quoted, so that no name of a model can look like another with a tenant.
@@ -298,7 +294,7 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Answer {
     register_at(&app.catalog, request.clone())?;
     change.put(&key, &request);
     drop(change);
-    let response = Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"}));
+    let response = Form::Json.respond(StatusCode::CREATED, &json!({"status": "ok"}));
     Ok(Subject::mark(response, &worker, &request.endpoint))
 }
 
@@ -336,7 +332,7 @@ async fn unregister(State(app): State<Arc<App>>, body: Body) -> Answer {
     let is_meant =
         |body: &_| Register::deserialize(body).is_ok_and(|registered| request.means(&registered));
     change.remove_where(&format!("{}/", request.instance_id), is_meant);
-    Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    Ok(Form::Json.respond(StatusCode::OK, &json!({"status": "ok"})))
 }
 
 async fn workers(State(app): State<Arc<App>>, Params(filter): Params<WorkersFilter>) -> Response {
@@ -366,10 +362,10 @@ async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> 
     let reading = app.dumps.begin()?;
     let (kind, body) = match query.format.as_deref() {
         None | Some("json") => {
-            let mask = app.mask.clone();
+            let mask = app.http.mask.clone();
             ("application/json", json_body(&app.catalog, &query, reading, mask))
         }
-        Some("snapshot") if app.mask.is_some() => {
+        Some("snapshot") if app.http.mask.is_some() => {
             let what = "format=snapshot is for replicas, which need the hashes as they are; this server hides them \
                         (--hash-secret-file): leave that out on all replicas, or use format=json";
             return Err(Reject::new(StatusCode::FORBIDDEN, what).into());
@@ -385,27 +381,38 @@ async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> 
 
 async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Answer {
     let reading = app.dumps.begin()?;
-    let found = digests(&app.catalog, &query, &reading, app.mask.as_ref());
+    let found = digests(&app.catalog, &query, &reading, app.http.mask.as_ref());
     Ok(app.mark(Form::Json.respond(StatusCode::OK, &found)))
 }
 
 async fn ready(State(app): State<Arc<App>>) -> Response {
-    match app.startup.answer(&app.catalog, app.shutdown.is_announced()) {
+    match app.startup.answer(&app.catalog, app.http.shutdown().is_announced()) {
         (true, answer) => Form::Json.respond(StatusCode::OK, &answer),
         (false, answer) => Form::not_ready(&answer),
     }
 }
 
+/// 200 while the process runs: empty, as the published API has it, unless there are warnings.
+async fn health(State(app): State<Arc<App>>) -> Response {
+    let warnings = Warning::of_files(&app.registrations, &app.http);
+    if warnings.is_empty() {
+        return StatusCode::OK.into_response();
+    }
+    let texts = Warning::texts(&warnings);
+    let answer = json!({ "status": "degraded", "warnings": texts, "causes": warnings });
+    Form::Json.respond(StatusCode::OK, &answer)
+}
+
 async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Answer {
     let request: PeerUrl = app.parse(body).await?;
     app.startup.add_peer(&request.url)?;
-    Ok(Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
+    Ok(Form::Json.respond(StatusCode::CREATED, &json!({"status": "ok"})))
 }
 
 async fn deregister_peer(State(app): State<Arc<App>>, body: Body) -> Answer {
     let request: PeerUrl = app.parse(body).await?;
     app.startup.remove_peer(&request.url)?;
-    Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    Ok(Form::Json.respond(StatusCode::OK, &json!({"status": "ok"})))
 }
 
 async fn peers(State(app): State<Arc<App>>) -> Response {
@@ -423,5 +430,5 @@ async fn resume_listener(State(app): State<Arc<App>>, body: Body) -> Answer {
 async fn set_paused(app: &App, body: Body, is_paused: bool) -> Answer {
     let request: Listener = app.parse(body).await?;
     app.catalog.pause(Worker::new(request.instance_id, request.dp_rank), is_paused)?;
-    Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    Ok(Form::Json.respond(StatusCode::OK, &json!({"status": "ok"})))
 }

@@ -184,6 +184,32 @@ async fn an_address_has_a_limit_of_connections_and_a_proxy_has_none() {
     assert!(Http::of(wrong, Face::Control).unwrap_err().to_string().contains("--trusted-proxies"));
 }
 
+#[tokio::test]
+async fn health_of_an_indexer_is_empty_unless_its_state_file_fails() {
+    let folder = std::env::temp_dir().join(format!("kvflash-health-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let state_file = Some(folder.join("state.jsonl"));
+    let http = Http::of(HttpSettings { state_file, ..HttpSettings::default() }, Face::Control);
+    let http = http.unwrap();
+    let app = IndexerApp::new(catalog(), IndexerOptions::default(), &http).unwrap();
+    let server = start(app.clone(), http.limits(Duration::ZERO)).await;
+    let health = async || server.ask("GET", "/health", "", b"").await;
+    let body =
+        br#"{"instance_id":9,"endpoint":"tcp://127.0.0.1:1","model_name":"m","block_size":4}"#;
+    assert!(health().await.ends_with("\n\n"));
+    std::fs::remove_dir_all(&folder).unwrap();
+    let registered = server.ask("POST", "/register", "", body).await;
+    assert!(registered.starts_with("HTTP/1.1 201 "), "{registered}");
+    let failed = health().await;
+    assert!(failed.starts_with("HTTP/1.1 200 "), "{failed}");
+    let said = [r#""status":"degraded""#, r#""code":"state_file""#, r#""fix":"make the file"#];
+    assert!(said.iter().all(|part| failed.contains(part)), "{failed}");
+    std::fs::create_dir_all(&folder).unwrap();
+    app.save_again();
+    assert!(health().await.ends_with("\n\n"));
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
 /// Connections that take all places, and those that take the places of probes, keep no probe out.
 #[tokio::test]
 async fn probes_are_answered_while_all_connections_are_taken() {
