@@ -209,7 +209,8 @@ peers: dev
 	$(BIN)/python benches/peers/index.py
 
 # Advisories, licenses and sources of what is linked (deny.toml), and advisories for what is installed beside it.
-# Needs `cargo install cargo-deny --locked`. pip-audit has an environment of its own, so that it audits nothing of itself.
+# Needs `cargo install cargo-deny --locked`. pip-audit has an environment of its own, so that it audits nothing of itself;
+# without --strict it succeeds when PyPI answers for none of the packages.
 audit:
 	cargo deny --locked --workspace check
 	$(PYTHON) -m venv $(VENV)/audit
@@ -217,7 +218,7 @@ audit:
 	$(VENV)/audit/bin/python -c 'import sys, tomli; project = tomli.load(sys.stdin.buffer)["project"]; \
 		print(*project["dependencies"], *sum(project["optional-dependencies"].values(), []), sep="\n")' \
 		< pyproject.toml > $(VENV)/audit/requirements.txt
-	$(VENV)/audit/bin/pip-audit --requirement $(VENV)/audit/requirements.txt
+	$(VENV)/audit/bin/pip-audit --strict --requirement $(VENV)/audit/requirements.txt
 
 clean:
 	rm -rf $(VENV) dist
