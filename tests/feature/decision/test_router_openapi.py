@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+import jsonschema_rs
 import pytest
 
 from support_openapi import (
@@ -21,13 +22,13 @@ from support_openapi import (
 )
 
 ROUTES = routes("router")
+FLAGS = ("--port", "0", "--host", "127.0.0.1", "--log-level", "error")
 
 
 @pytest.fixture
 def router(run):
     """A real process's address."""
-    flags = ("--port", "0", "--host", "127.0.0.1", "--log-level", "error")
-    return run("kvflash.router", *flags)
+    return run("kvflash.router", *FLAGS)
 
 
 def test_every_route_is_documented_and_every_documented_one_is_there(router, client):
@@ -41,6 +42,19 @@ def test_documented_methods_are_taken_and_others_are_not(router, client):
 
 def test_every_reference_leads_somewhere(router, client):
     check_references(client(router.ready()["url"]).get("/openapi.json"))
+
+
+@pytest.mark.parametrize("policy", ["auto", "kv", "least-loaded"])
+def test_explanations_are_as_documented_where_a_worker_is_passed_over(run, client, policy):
+    http = client(run("kvflash.router", *FLAGS, "--router-mode", policy).ready()["url"])
+    for worker_id, state in ((1, "active"), (2, "draining")):
+        body = {"worker_id": worker_id, "model_name": "m", "block_size": 4, "state": state}
+        http.post("/workers", body, expect=201)
+    document = http.get("/openapi.json")
+    judge = jsonschema_rs.validator_for({**document, "$ref": "#/components/schemas/Explanation"})
+    answer = http.post("/explain", {"model_name": "m", "token_ids": [1, 2, 3, 4]})
+    assert [one["is_draining"] for one in answer["candidates"]] == [False, True]
+    judge.validate(answer)
 
 
 @pytest.mark.timeout(60 + 20 * EXAMPLES)
