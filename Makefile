@@ -112,7 +112,7 @@ against: built
 
 # The tables of docs/policies.md: the matrix of workloads and fleets, then every policy on one trace. TRACE= and
 # AGENTS= play recorded conversations and coding agents; without them ones of the same shape are made. SEED= draws others.
-POLICIES = cargo run --quiet --profile fast --package kvflash-sim --
+POLICIES = cargo run --quiet --locked --profile fast --package kvflash-sim --
 SEED ?= 1
 policies:
 	$(POLICIES) matrix --trace "$(abspath $(TRACE))" --agents "$(abspath $(AGENTS))" --seed $(SEED) \
@@ -155,21 +155,21 @@ loom:
 SANITIZER_HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 sanitize:
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/sanitize/address \
-		cargo test --quiet --target $(SANITIZER_HOST) --test stress
+		cargo test --quiet --locked --target $(SANITIZER_HOST) --test stress
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/sanitize/address \
-		cargo test --quiet --target $(SANITIZER_HOST) --test all snapshot::
+		cargo test --quiet --locked --target $(SANITIZER_HOST) --test all snapshot::
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
 		CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/sanitize/thread \
 		TSAN_OPTIONS=suppressions=$(abspath rust/core/tests/thread_sanitizer.txt) KVFLASH_STRESS_SECONDS=4 \
-		cargo test --quiet --target $(SANITIZER_HOST) --test stress -- --skip predictions_run_out_beside_readers
+		cargo test --quiet --locked --target $(SANITIZER_HOST) --test stress -- --skip predictions_run_out_beside_readers
 
 soak: dev
 	KVFLASH_SIM_SEEDS=10000 $(BIN)/python -m pytest tests/state/simulation -s --timeout 0
-	KVFLASH_STRESS_SECONDS=30 cargo test --release --quiet --test stress
-	KVFLASH_MODEL_SEEDS=210 KVFLASH_MODEL_EVENTS=6000 cargo test --release --quiet --test all model:: -- --nocapture
-	KVFLASH_TOKEN_CASES=10000 cargo test --release --quiet --test all text::cached_ids_are_the_ids
-	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --test limits churn -- --nocapture --test-threads=1
-	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test all frames::
+	KVFLASH_STRESS_SECONDS=30 cargo test --release --quiet --locked --test stress
+	KVFLASH_MODEL_SEEDS=210 KVFLASH_MODEL_EVENTS=6000 cargo test --release --quiet --locked --test all model:: -- --nocapture
+	KVFLASH_TOKEN_CASES=10000 cargo test --release --quiet --locked --test all text::cached_ids_are_the_ids
+	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --locked --test limits churn -- --nocapture --test-threads=1
+	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --locked --test all frames::
 	KVFLASH_FLAPS=100 $(BIN)/python -m pytest tests/feature/retry/test_faults_discovery.py --timeout 0
 	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/feature/retry/test_chaos.py -s --timeout 0
 	KVFLASH_SOAK_BLOCKS=100000000 KVFLASH_SOAK_SECONDS=600 $(BIN)/python -m pytest benches/soak -s --timeout 0

@@ -28,7 +28,7 @@ Medians = dict[tuple[int, int, str], float]
 def medians() -> Medians:
     """By workers, prompt tokens and policy: the median of the runs' medians, in microseconds."""
     profile = os.environ.get("PROFILE", "fast")
-    command = ["cargo", "bench", "--quiet", "--profile", profile]
+    command = ["cargo", "bench", "--quiet", "--locked", "--profile", profile]
     command += ["--package", "kvflash-core", "--bench", "policy"]
     runs: list[Medians] = []
     for _ in range(RUNS):

@@ -31,8 +31,8 @@ def build() -> Path:
     """Compile engines and client; returns the program."""
     target = HOME / "streams-target"
     env = {**os.environ, "CARGO_TARGET_DIR": str(target)}
-    manifest = ["--manifest-path", str(CRATE / "Cargo.toml")]
-    subprocess.run(["cargo", "build", "--release", "--quiet", *manifest], env=env, check=True)
+    command = ["cargo", "build", "--release", "--locked", "--quiet", "--manifest-path"]
+    subprocess.run([*command, str(CRATE / "Cargo.toml")], env=env, check=True)
     return target / "release" / "streams"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,10 @@ def dev_only(name: str) -> set[str]:
         if read["package"]["name"] == name:
             return set(read.get("dev-dependencies", {})) - set(read.get("dependencies", {}))
     return set()
+
+
+def test_the_makefile_builds_from_the_lock_file() -> None:
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    builds = [line for line in lines if re.search(r"^[^#]*\bcargo (test|run|build) ", line)]
+    assert len(builds) > 8
+    assert [line for line in builds if "--locked" not in line] == []
