@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use axum::http::{Request, StatusCode, Uri, header};
+use axum::http::{HeaderMap, Request, StatusCode, Uri, header};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::client::legacy::Client;
@@ -19,6 +19,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tokio::time::Instant;
 
 use super::Http;
@@ -83,6 +84,15 @@ struct Answer {
 fn as_bytes<S: serde::Serializer>(hashes: &&[u64], serializer: S) -> Result<S::Ok, S::Error> {
     let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
     serializer.serialize_bytes(&bytes)
+}
+
+/// Whether a 404 is an indexer's word about the model. Indexers without the header are known by the
+/// form of their errors, `{"error": "..."}`.
+fn is_model_unknown(headers: &HeaderMap, body: &[u8]) -> bool {
+    match headers.get(MISSING) {
+        Some(what) => what == Missing::Entry.name(),
+        None => serde_json::from_slice(body).is_ok_and(|body: Value| body["error"].is_string()),
+    }
 }
 
 /// The address of queries to an indexer.
@@ -242,9 +252,7 @@ impl RemoteIndexer {
         let bytes = body.map_err(|error| Failure::Other(in_full(&*error)))?.to_bytes();
         match parts.status {
             StatusCode::OK => {}
-            StatusCode::NOT_FOUND
-                if parts.headers.get(MISSING).is_some_and(|what| what == Missing::Entry.name()) =>
-            {
+            StatusCode::NOT_FOUND if is_model_unknown(&parts.headers, &bytes) => {
                 return Err(Failure::Unknown);
             }
             status @ StatusCode::NOT_FOUND => {
@@ -275,5 +283,25 @@ impl RemoteIndexer {
         }
         found.sort_unstable();
         Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn only_an_indexer_says_that_a_model_is_unknown() {
+        let ours =
+            |what: &'static str| HeaderMap::from_iter([(MISSING, HeaderValue::from_static(what))]);
+        assert!(is_model_unknown(&ours("entry"), b""));
+        assert!(!is_model_unknown(&ours("path"), br#"{"error": "no such path"}"#));
+        // An indexer of before the header, an OpenAI API, a proxy.
+        let without = HeaderMap::new();
+        assert!(is_model_unknown(&without, br#"{"error": "no indexer for m"}"#));
+        assert!(!is_model_unknown(&without, br#"{"error": {"message": "Not Found"}}"#));
+        assert!(!is_model_unknown(&without, b"Not Found"));
     }
 }
