@@ -583,6 +583,8 @@ mod tests {
         let replica = Catalog::default();
         let progress = restore(&replica, &mut dump.as_slice(), &mut |_| {}).unwrap();
         assert_eq!((progress.publishers, progress.blocks, progress.skipped_count), (1, 1, 1));
-        assert!(progress.skipped[0].ends_with("the limit is 1000"), "{:?}", progress.skipped);
+        let reason = &progress.skipped[0];
+        assert!(reason.starts_with("the peer says: worker 1:0: "), "{reason}");
+        assert!(reason.ends_with("the limit is 1000"), "{reason}");
     }
 }
