@@ -70,6 +70,8 @@ class Cluster(Replicas):
         self._awaited: set[Component] = set()
         # Since when components that are followed have no workers.
         self._abandoned: dict[Component, float] = {}
+        self._present: set[Component] | None = None
+        self._reset: set[Component] = set()
         self._is_stopped = threading.Event()
         self._reporter: threading.Thread | None = None
         if show_metrics is not None:
@@ -204,14 +206,16 @@ class Cluster(Replicas):
 
     def present(self, components: set[Component]) -> None:
         """Discovery lists workers of these components only."""
-        now_s = time.monotonic()
         with self._lock:
-            absent = self._states.keys() - components
-            self._abandoned = {one: self._abandoned.get(one, now_s) for one in absent}
+            self._present = components
 
     def leave_abandoned(self, now_s: float) -> None:
         """Follow components no longer that have had no workers for ABANDONED_S."""
         with self._lock:
+            if self._present is None:
+                return
+            absent = self._states.keys() - self._present
+            self._abandoned = {one: self._abandoned.get(one, now_s) for one in absent}
             left = [one for one, at in self._abandoned.items() if now_s - at >= ABANDONED_S]
             states = {component: self._states.pop(component) for component in left}
             for component in left:
@@ -228,7 +232,8 @@ class Cluster(Replicas):
 
         options = StateOptions(
             snapshot_threshold=self._flags.router_snapshot_threshold,
-            is_resetting=self._flags.router_reset_states,
+            # Once: a component that is followed again has the state of other replicas.
+            is_resetting=self._flags.router_reset_states and component not in self._reset,
             is_strict=self._is_strict,
         )
         try:
@@ -241,6 +246,7 @@ class Cluster(Replicas):
             logger.error(text, *component, error, exc_info=not is_known)
             return False
         self._states[component] = state
+        self._reset.add(component)
         return True
 
     def _attach_later(self, component: Component) -> None:

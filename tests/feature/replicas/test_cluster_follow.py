@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from kvflash.errors import TransportError
 from kvflash.routing import cluster
 from kvflash.routing.cluster import Cluster
 from kvflash.state import frames
+from kvflash.state.attach import StateOptions
 from service import DEADLINE_S, until
 
 COMPONENT = ("ns", "backend")
@@ -29,6 +29,11 @@ class Restoring:
         self.waits: list[float] = []
         self.is_waited_for = False
         self.is_stopped = False
+        self.resets: list[bool] = []
+
+    def attached(self, *_: Any, options: StateOptions, **__: Any) -> Restoring:
+        self.resets.append(options.is_resetting)
+        return self
 
     def wait_ready(self, timeout_s: float) -> bool:
         assert not self.is_stopped
@@ -47,7 +52,7 @@ class Restoring:
 @pytest.fixture
 def state(monkeypatch: pytest.MonkeyPatch) -> Restoring:
     made = Restoring()
-    monkeypatch.setattr("kvflash.state.attach.attach", lambda *_, **__: made)
+    monkeypatch.setattr("kvflash.state.attach.attach", made.attached)
     return made
 
 
@@ -57,8 +62,8 @@ def following(made: Cluster) -> threading.Thread:
     return thread
 
 
-def nats_cluster() -> Cluster:
-    flags = ClusterFlags(event_plane="nats")
+def nats_cluster(**others: Any) -> Cluster:
+    flags = ClusterFlags(event_plane="nats", **others)
     return Cluster(Router(), flags, open_discovery=MemoryDiscovery)
 
 
@@ -137,29 +142,30 @@ def test_a_component_whose_workers_all_left_is_not_followed_for_ever(
     state: Restoring, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    made = nats_cluster()
+    made = nats_cluster(router_reset_states=True)
     state.is_ready.set()
     made.follow(COMPONENT)
     made.present({COMPONENT})
-    made.leave_abandoned(time.monotonic() + 10 * cluster.ABANDONED_S)
-    made.present(set())
-    left_s = time.monotonic()
-    made.present(set())
+    keep_s = cluster.ABANDONED_S
+    made.leave_abandoned(0.0)
+    made.leave_abandoned(10 * keep_s)
     # Its blocks are kept for a while, and it counts again if a worker comes.
-    made.leave_abandoned(left_s + cluster.ABANDONED_S - 1.0)
+    made.present(set())
+    made.leave_abandoned(20 * keep_s)
+    made.leave_abandoned(21 * keep_s - 1.0)
     assert COMPONENT in made._states
     made.follow(COMPONENT)
-    made.leave_abandoned(left_s + 2 * cluster.ABANDONED_S)
+    made.leave_abandoned(22 * keep_s)
     assert not state.is_stopped
-    made.present(set())
-    made.leave_abandoned(time.monotonic() + cluster.ABANDONED_S)
+    made.leave_abandoned(23 * keep_s)
     assert state.is_stopped
     assert made._states == {}
     assert "the events of ns.backend are not followed any more" in caplog.text
-    # A worker that comes later is followed as the first one was.
+    # A worker that comes later is followed as the first one was, with what replicas have kept.
     state.is_stopped = False
     made.follow(COMPONENT)
     assert COMPONENT in made._states
+    assert state.resets == [True, False]
     made.stop()
 
 
