@@ -6,13 +6,17 @@ import asyncio
 import json
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import msgpack
 import pytest
 
 from kvflash import DistributedRuntime, NotFoundError, OverloadedError, RuntimeLimits
+from kvflash.runtime import http
 from kvflash.runtime.frame import FrameReader
 from support_runtime import eventually, run
 
@@ -287,6 +291,19 @@ def test_http_connections_have_a_limit_and_idle_ones_end() -> None:
             writer.close()
 
     run(serve("http", use, connections_max=2, server_idle_s_max=1.0, cancel_grace_s=0.05))
+
+
+def test_refused_http_connections_of_one_turn_have_a_limit() -> None:
+    limits = SimpleNamespace(connections_max=1, cancel_grace_s=0.05)
+    runner = SimpleNamespace(server=SimpleNamespace(connections=[None]))
+    server: Any = SimpleNamespace(_runner=runner, _limits=limits, _refused={})
+    aborted: list[int] = []
+    for number in range(3 * http.REFUSED_MAX):
+        entrance = Mock()
+        entrance.transport.abort.side_effect = partial(aborted.append, number)
+        http.HttpServer.enter(server, entrance)
+    assert len(server._refused) == http.REFUSED_MAX
+    assert aborted == list(range(2 * http.REFUSED_MAX))
 
 
 def test_an_http_request_whose_body_does_not_come_ends() -> None:

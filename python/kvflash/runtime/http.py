@@ -104,7 +104,10 @@ class HttpServer(PlaneServer):
         error = OverloadedError(f"{limit} connections, the maximum")
         entrance.refuse(Failure.of(error, retry=True), self._limits.cancel_grace_s)
         if len(self._refused) >= REFUSED_MAX:
-            next(iter(self._refused)).transport.abort()
+            # Its connection is lost only after all connections of this turn have come.
+            oldest = next(iter(self._refused))
+            del self._refused[oldest]
+            oldest.transport.abort()
         self._refused[entrance] = None
 
     def left(self, entrance: _Entrance) -> None:
