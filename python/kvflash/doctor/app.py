@@ -219,7 +219,7 @@ class _Doctor:
                 "POST /workers, or start the frontend with --worker or --discovery, or register "
                 "workers where its --discovery looks"
             )
-            if workers.causes_of(told):
+            if checks.causes_of(told):
                 # It may have been: DNS or discovery can have lost the workers since.
                 how = f"remove the cause that a warning above names; without one, {how}"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)

@@ -1,7 +1,7 @@
 """Checks as pure functions: they turn answers into findings."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -164,6 +164,11 @@ def check_ready(url: str, ready: Answer, otherwise: str) -> Iterator[Finding]:
     yield fail(url, "ready", f"GET /ready: {reason}", _UNREADY.get(code, otherwise), code)
 
 
+def causes_of(health: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The warnings of GET /health."""
+    return [cause for cause in health.get("causes") or [] if isinstance(cause, dict)]
+
+
 def check_indexer(
     url: str, health: Answer, ready: Answer, metrics: Answer, listeners: Sequence[Listener]
 ) -> Iterator[Finding]:
@@ -172,6 +177,9 @@ def check_indexer(
         yield ok(url, "reachable", f"an indexer, answered in {health.seconds * 1000:.0f} ms")
     else:
         yield fail(url, "reachable", f"GET /health: {health.said}", "look into its log, restart it")
+    for cause in causes_of(health.fields):
+        fix = str(cause.get("fix") or "look into its log")
+        yield warn(url, "warnings", str(cause.get("message")), fix, str(cause.get("code") or ""))
     yield from check_clock(url, health.skew_s)
     wait = "wait until it has recovered and its workers have registered; the answer lists them"
     yield from check_ready(url, ready, wait)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvflash.ask import Answer
 from kvflash.console import counted
-from kvflash.doctor.checks import ELSEWHERE, Listener, check_heard, check_replay
+from kvflash.doctor.checks import ELSEWHERE, Listener, causes_of, check_heard, check_replay
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import Finding, fail, ok, warn
 
@@ -86,11 +86,6 @@ def workers_of(url: str, workers: Any) -> list[Worker]:
         )
         found.append(worker)
     return found
-
-
-def causes_of(health: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The warnings of GET /health."""
-    return [cause for cause in health.get("causes") or [] if isinstance(cause, dict)]
 
 
 def check_reasons(

@@ -402,10 +402,11 @@ def test_not_ready_far_in_time_full_and_failing(canned, doctor):
         'kvflash_kvindexer_errors_total{endpoint="/ready",status_class="5xx"} 5\n'
     )
     late = {"date": formatdate(time.time() - 3600, usegmt=True)}
+    full = {"code": "state_file", "message": "the disk is full", "fix": "make room"}
     url = canned(
         {
             "/workers": (200, [], {}),
-            "/health": (200, b"", late),
+            "/health": (200, {"status": "degraded", "causes": [full]}, late),
             "/ready": (503, {"error": "waits for 2 of 3 workers"}, {}),
             "/metrics": (200, metrics.encode(), {}),
         }
@@ -413,6 +414,7 @@ def test_not_ready_far_in_time_full_and_failing(canned, doctor):
     status, findings = doctor(url)
     assert status == 1
     assert bad(findings) == [
+        ("warn", "warnings", "state_file"),
         ("warn", "clock", ""),
         ("FAIL", "ready", ""),
         ("FAIL", "workers", ""),
