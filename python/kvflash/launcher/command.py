@@ -26,11 +26,17 @@ class Arguments:
 
     def _places(self, names: Sequence[str]) -> Iterator[tuple[slice, str | None]]:
         """The words of a flag by any of its names, and its value; None where that is missing."""
-        for at, word in enumerate(self.words):
-            name, is_joined, joined = split_flag(word)
+        at = 0
+        while at < len(self.words):
+            name, is_joined, joined = split_flag(self.words[at])
+            end = at + 1
             if name in names:
-                place = slice(at, at + 1 if is_joined else at + 2)
-                yield place, joined if is_joined else next(iter(self.words[at + 1 : at + 2]), None)
+                end += not is_joined
+                yield (
+                    slice(at, end),
+                    joined if is_joined else next(iter(self.words[at + 1 : end]), None),
+                )
+            at = end
 
     def value(self, *names: str) -> str | None:
         """The last value of a flag by any of its names, as ``--flag value`` or ``--flag=value``."""

@@ -211,6 +211,8 @@ def test_arguments_are_found_in_both_spellings():
     assert (arguments.value("--a"), arguments.value("--b", "--x")) == ("3", "2")
     assert arguments.drop("--a") == "3"
     assert arguments.words == ["--b=2", "--c"]
+    doubled = Arguments(["--a", "--a", "x", "y"])
+    assert (doubled.drop("--a"), doubled.words) == ("--a", ["x", "y"])
     arguments.add("--c")
     arguments.add("--d", 4)
     assert arguments.words == ["--b=2", "--c", "--d", "4"]
