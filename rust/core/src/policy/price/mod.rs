@@ -249,9 +249,9 @@ impl RoutePolicy for PricePolicy {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let traffic = state.traffic.entry_ref(context.pool).or_default();
-        // Of a decode stage, the request was seen before, when its prefill was routed.
+        traffic.requests += 1;
+        // Of a decode stage, the turn was seen before, when its prefill was routed.
         if context.request.stage != Stage::Decode {
-            traffic.requests += 1;
             let Context { sequence_hashes, is_retry, .. } = *context;
             traffic.gaps.see(sequence_hashes, best as usize, is_retry, traffic.requests);
         }

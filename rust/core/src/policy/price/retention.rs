@@ -102,7 +102,7 @@ mod tests {
         for blocks in [100_u64, 100_000] {
             let mut retention = Retention::default();
             assert!(!retention.is_full() && retention.age(0).is_none());
-            // First in, first out, one block per millisecond.
+            // First in, first out, one block per request.
             for at in 0..4 * blocks {
                 retention.used(&[hash(at)], at);
                 if at >= blocks {
@@ -121,7 +121,7 @@ mod tests {
     fn blocks_that_never_go_do_not_crowd_out_the_others() {
         let (blocks, mut retention) = (10_000_u64, Retention::default());
         // First in, first out; every tenth block is never reported as removed.
-        // Blocks come every millisecond at first, and every third one in the end.
+        // A block comes with every request at first, and every third one in the end.
         let slow = 100 * blocks;
         let at_request = |at: u64| at + 2 * at.saturating_sub(slow);
         let last = slow + 3 * blocks;
@@ -133,7 +133,7 @@ mod tests {
         }
         let age = retention.age(at_request(last)).expect("blocks went");
         assert!((age / (3 * blocks) as f64 - 1.0).abs() < 0.1, "{age}");
-        let live = retention.used.values().filter(|ms| **ms >= at_request(last - blocks)).count();
+        let live = retention.used.values().filter(|at| **at >= at_request(last - blocks)).count();
         assert!(live > SAMPLE / 8, "{live}");
     }
 }

@@ -188,6 +188,25 @@ fn a_prompt_that_is_decoded_elsewhere_is_no_second_turn() {
 }
 
 #[test]
+fn blocks_of_decode_workers_age_with_requests() {
+    let policy = PricePolicy::default();
+    let list = [candidate(1, 0, load(0, 0))];
+    let local_hashes: Vec<u64> = (1..5).collect();
+    for hash in &local_hashes {
+        let request = RequestTerms { stage: Stage::Decode, ..request(1_000) };
+        let context = Context {
+            local_hashes: std::slice::from_ref(hash),
+            is_indexed: true,
+            ..Context::new(request, "m", 0)
+        };
+        let (choice, _) = choose(&policy, &context, &list);
+        policy.routed(&context, &Candidates::new(&list), &choice);
+    }
+    policy.evicted(Worker::new(1, 0), &local_hashes[..1]);
+    assert_eq!(samples(&policy, "auto_worker_retention_requests"), [3.0]);
+}
+
+#[test]
 fn a_retry_after_the_first_token_is_no_turn_and_begins_a_pause() {
     let policy = PricePolicy::default();
     let list = [candidate(1, 0, load(0, 0))];
