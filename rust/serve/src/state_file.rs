@@ -97,24 +97,14 @@ impl Registrations {
     }
 
     /// A warning while the last write to the file has failed, or registrations in it are not
-    /// restored.
+    /// restored. During a write, the one from before it.
     pub fn trouble(&self) -> Option<String> {
         let state = self.0.get()?;
-        let inner = state.inner.lock();
-        let trouble = if let Some(error) = &inner.fault {
-            format!(
-                "cannot be written, so changes of the workers are lost at a restart: {error}; it is tried again every \
-                 second"
-            )
-        } else {
-            let (key, why) = inner.refused.first_key_value()?;
-            let count = inner.refused.len();
-            format!(
-                "registrations that could not be restored: {count}, such as {key}: {why}; the next start tries again, \
-                 or stop the service and remove the line"
-            )
-        };
-        Some(format!("--state-file {}: {trouble}", state.path.display()))
+        // A disk can take long, which those who look must not wait for.
+        let Some(inner) = state.inner.try_lock() else { return state.seen.lock().clone() };
+        let found = state.trouble(&inner);
+        state.seen.lock().clone_from(&found);
+        found
     }
 
     /// Begins a change of the workers and of the file. Others wait until it is dropped, so that the
@@ -175,6 +165,8 @@ struct StateFile {
     path: PathBuf,
     begun: Instant,
     inner: Mutex<Inner>,
+    /// The warning when it was last looked for.
+    seen: Mutex<Option<String>>,
 }
 
 struct Inner {
@@ -209,7 +201,7 @@ impl StateFile {
         let (refused, log) = Default::default();
         let (lines, is_broken, begun) = (kept.len(), false, Instant::now());
         let inner = Inner { file, lines, kept, refused, fault: None, is_broken, log };
-        Ok(Self { path: path.to_owned(), begun, inner: Mutex::new(inner) })
+        Ok(Self { path: path.to_owned(), begun, inner: Mutex::new(inner), seen: Mutex::default() })
     }
 
     /// Moves a registration to another key; the file has it at each moment.
@@ -219,6 +211,24 @@ impl StateFile {
             self.save(inner, to, body);
             self.save(inner, key, None);
         }
+    }
+
+    /// See [`Registrations::trouble`].
+    fn trouble(&self, inner: &Inner) -> Option<String> {
+        let trouble = if let Some(error) = &inner.fault {
+            format!(
+                "cannot be written, so changes of the workers are lost at a restart: {error}; it is tried again every \
+                 second"
+            )
+        } else {
+            let (key, why) = inner.refused.first_key_value()?;
+            let count = inner.refused.len();
+            format!(
+                "registrations that could not be restored: {count}, such as {key}: {why}; the next start tries again, \
+                 or stop the service and remove the line"
+            )
+        };
+        Some(format!("--state-file {}: {trouble}", self.path.display()))
     }
 
     /// Sets a registration, or removes it without a `body`. It counts even if the file can't have
@@ -459,6 +469,10 @@ mod tests {
         registrations.change().put("worker/1", &json!({}));
         let trouble = registrations.trouble().unwrap();
         assert!(trouble.contains("state.jsonl: cannot be written"), "{trouble}");
+        // Those who look do not wait for a write.
+        let writing = registrations.change();
+        assert_eq!(registrations.trouble(), Some(trouble));
+        drop(writing);
         fs::create_dir_all(&folder).unwrap();
         registrations.change().put("worker/2", &json!({}));
         assert_eq!(registrations.trouble(), None);
