@@ -36,6 +36,8 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_CONNECTIONS_MAX: usize = 64;
 
 const QUERY_PATH: &str = "/query_by_hash";
+/// How an indexer's error about an unknown model begins, for those without the header.
+const OLD_UNKNOWN_MODEL: &str = "no indexer for ";
 
 /// Address of the indexer, and its deadline.
 #[derive(Debug, Clone)]
@@ -86,12 +88,14 @@ fn as_bytes<S: serde::Serializer>(hashes: &&[u64], serializer: S) -> Result<S::O
     serializer.serialize_bytes(&bytes)
 }
 
-/// Whether a 404 is an indexer's word about the model. Indexers without the header are known by the
-/// form of their errors, `{"error": "..."}`.
+/// Whether a 404 is an indexer's word about the model. Indexers from before the header are known by
+/// their error.
 fn is_model_unknown(headers: &HeaderMap, body: &[u8]) -> bool {
     match headers.get(MISSING) {
         Some(what) => what == Missing::Entry.name(),
-        None => serde_json::from_slice(body).is_ok_and(|body: Value| body["error"].is_string()),
+        None => serde_json::from_slice(body).is_ok_and(|body: Value| {
+            body["error"].as_str().is_some_and(|error| error.starts_with(OLD_UNKNOWN_MODEL))
+        }),
     }
 }
 
@@ -302,6 +306,7 @@ mod tests {
         let without = HeaderMap::new();
         assert!(is_model_unknown(&without, br#"{"error": "no indexer for m"}"#));
         assert!(!is_model_unknown(&without, br#"{"error": {"message": "Not Found"}}"#));
+        assert!(!is_model_unknown(&without, br#"{"status": 404, "error": "Not Found"}"#));
         assert!(!is_model_unknown(&without, b"Not Found"));
     }
 }
