@@ -246,10 +246,10 @@ impl<A: App> Door<A> {
         if warned.is_none_or(|at| at.elapsed() >= WARNING_PAUSE) {
             *warned = Some(Instant::now());
             tracing::warn!(
-                %address,
+                %network,
                 limit,
-                "closed a connection: its address has reached --max-connections-per-address; if it is a proxy, \
-                 name it in --trusted-proxies (logged once a minute)"
+                "closed a connection: the clients of its network have --max-connections-per-address open; if \
+                 they are one proxy, name it in --trusted-proxies (logged once a minute)"
             );
         }
         None
