@@ -81,6 +81,7 @@ impl Registrations {
                 }
             }
         }
+        state.warn(&inner);
         drop(inner);
         tracing::info!(count, path = %path.display(), "registrations are restored");
         // It is restored once.
@@ -92,19 +93,16 @@ impl Registrations {
     /// the next change.
     pub fn try_again(&self) {
         if let Some(state) = self.0.get() {
-            state.try_again(&mut state.inner.lock());
+            let mut inner = state.inner.lock();
+            state.try_again(&mut inner);
+            state.warn(&inner);
         }
     }
 
     /// A warning while the last write to the file has failed, or registrations in it are not
-    /// restored. During a write, the one from before it.
+    /// restored. During a write, the one from before it: nothing here waits for a disk.
     pub fn trouble(&self) -> Option<String> {
-        let state = self.0.get()?;
-        // A disk can take long, which those who look must not wait for.
-        let Some(inner) = state.inner.try_lock() else { return state.seen.lock().clone() };
-        let found = state.trouble(&inner);
-        state.seen.lock().clone_from(&found);
-        found
+        self.0.get()?.warning.lock().clone()
     }
 
     /// Begins a change of the workers and of the file. Others wait until it is dropped, so that the
@@ -114,6 +112,7 @@ impl Registrations {
             let mut inner = state.inner.lock();
             // A fault comes again with the next write, which reports it.
             let _ = state.follow(&mut inner);
+            state.warn(&inner);
             (state, inner)
         }))
     }
@@ -165,8 +164,8 @@ struct StateFile {
     path: PathBuf,
     begun: Instant,
     inner: Mutex<Inner>,
-    /// The warning when it was last looked for.
-    seen: Mutex<Option<String>>,
+    /// See [`Registrations::trouble`]; set by those that write.
+    warning: Mutex<Option<String>>,
 }
 
 struct Inner {
@@ -201,7 +200,8 @@ impl StateFile {
         let (refused, log) = Default::default();
         let (lines, is_broken, begun) = (kept.len(), false, Instant::now());
         let inner = Inner { file, lines, kept, refused, fault: None, is_broken, log };
-        Ok(Self { path: path.to_owned(), begun, inner: Mutex::new(inner), seen: Mutex::default() })
+        let (inner, warning) = (Mutex::new(inner), Mutex::default());
+        Ok(Self { path: path.to_owned(), begun, inner, warning })
     }
 
     /// Moves a registration to another key; the file has it at each moment.
@@ -213,22 +213,23 @@ impl StateFile {
         }
     }
 
-    /// See [`Registrations::trouble`].
-    fn trouble(&self, inner: &Inner) -> Option<String> {
-        let trouble = if let Some(error) = &inner.fault {
-            format!(
+    /// Warns of the present state from now on.
+    fn warn(&self, inner: &Inner) {
+        let first_refused = inner.refused.first_key_value();
+        let trouble = match (&inner.fault, first_refused) {
+            (Some(error), _) => Some(format!(
                 "cannot be written, so changes of the workers are lost at a restart: {error}; it is tried again every \
                  second"
-            )
-        } else {
-            let (key, why) = inner.refused.first_key_value()?;
-            let count = inner.refused.len();
-            format!(
-                "registrations that could not be restored: {count}, such as {key}: {why}; the next start tries again, \
-                 or stop the service and remove the line"
-            )
+            )),
+            (None, Some((key, why))) => Some(format!(
+                "registrations that could not be restored: {}, such as {key}: {why}; the next start tries again, or \
+                 stop the service and remove the line",
+                inner.refused.len()
+            )),
+            (None, None) => None,
         };
-        Some(format!("--state-file {}: {trouble}", self.path.display()))
+        let path = self.path.display();
+        *self.warning.lock() = trouble.map(|trouble| format!("--state-file {path}: {trouble}"));
     }
 
     /// Sets a registration, or removes it without a `body`. It counts even if the file can't have
@@ -236,6 +237,7 @@ impl StateFile {
     fn save(&self, inner: &mut Inner, key: &str, body: Option<Value>) {
         let written = self.write(inner, key, body.as_ref());
         inner.fault = written.as_ref().err().map(io::Error::to_string);
+        self.warn(inner);
         if let Err(error) = written
             && let Some(held_back) = inner.log.pass(self.begun.elapsed().as_millis() as u64)
         {
@@ -467,12 +469,12 @@ mod tests {
         registrations.restore(Some(&path), |_: Value| unreachable!("it is new")).unwrap();
         fs::remove_dir_all(&folder).unwrap();
         registrations.change().put("worker/1", &json!({}));
-        let trouble = registrations.trouble().unwrap();
-        assert!(trouble.contains("state.jsonl: cannot be written"), "{trouble}");
-        // Those who look do not wait for a write.
+        // Those who look do not wait for a write, even if they have never looked before.
         let writing = registrations.change();
-        assert_eq!(registrations.trouble(), Some(trouble));
+        let trouble = registrations.trouble().unwrap();
         drop(writing);
+        assert!(trouble.contains("state.jsonl: cannot be written"), "{trouble}");
+        assert_eq!(registrations.trouble(), Some(trouble));
         fs::create_dir_all(&folder).unwrap();
         registrations.change().put("worker/2", &json!({}));
         assert_eq!(registrations.trouble(), None);
