@@ -43,7 +43,7 @@ struct Known {
     rates: Rates,
     /// When the rates expire, in time and in requests; 0 after new data.
     until_ms: u64,
-    until: u64,
+    until_request: u64,
     learned: Box<Learned>,
 }
 
@@ -58,13 +58,19 @@ struct Learned {
 
 impl Known {
     fn new(worker: Worker) -> Self {
-        Self { worker, rates: Rates::NEUTRAL, until_ms: 0, until: 0, learned: Box::default() }
+        Self {
+            worker,
+            rates: Rates::NEUTRAL,
+            until_ms: 0,
+            until_request: 0,
+            learned: Box::default(),
+        }
     }
 
     /// `now` in requests.
     #[inline(always)]
     fn rates(&mut self, gaps: &Gaps, now_ms: u64, now: u64) -> Rates {
-        if now_ms >= self.until_ms || now >= self.until {
+        if now_ms >= self.until_ms || now >= self.until_request {
             self.refresh(gaps, now_ms, now);
         }
         self.rates
@@ -80,7 +86,7 @@ impl Known {
         };
         self.until_ms = now_ms.saturating_add(RATES_STAND_MS);
         // Saturates, like every cast from float to integer.
-        self.until = now.saturating_add(((age * RATES_STAND) as u64).max(1));
+        self.until_request = now.saturating_add(((age * RATES_STAND) as u64).max(1));
     }
 }
 
@@ -332,14 +338,14 @@ impl RoutePolicy for PricePolicy {
         let Some(known) = state.workers.find(worker) else { return };
         let Some(traffic) = state.traffic.get(&known.learned.pool) else { return };
         known.learned.retention.evicted(local_hashes, traffic.requests);
-        known.until = 0;
+        known.until_request = 0;
     }
 
     fn cleared(&self, worker: Worker) {
         let mut state = self.state.lock();
         let Some(known) = state.workers.find(worker) else { return };
         known.learned.retention = Retention::default();
-        known.until = 0;
+        known.until_request = 0;
     }
 
     fn removed(&self, worker: Worker) {
