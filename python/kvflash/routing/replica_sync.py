@@ -38,6 +38,8 @@ BLOCKS_MAX = 8_388_608
 ROUTERS_MAX = 256
 # Size of one message of a state, unless a single request is larger.
 STATE_PART_BYTES = 256 * 1024
+# The longest number in it, 64 bits, with a separator.
+_NUMBER_BYTES = 21
 # Blocks sent and kept per request, so that it fits into a message on any channel.
 HASHES_MAX = 40_000
 _GONE_MAX = 4_096
@@ -209,7 +211,7 @@ class ReplicaSync:
             messages: list[dict[str, Any]] = []
             if not self._has_asked_all:
                 self._has_asked_all = True
-                messages.append(self._control({"Resync": {"of": None}}))
+                messages.append(self._message({"Resync": {"of": None}}))
             while self._outbox and len(messages) < limit:
                 messages.append(self._outbox.popleft())
                 self.counts["sent_events"] += 1
@@ -219,30 +221,26 @@ class ReplicaSync:
             if now_s - self._digest_s >= DIGEST_S:
                 self._digest_s = now_s
                 told = {"count": len(self._own.requests), "hash": self._own.digest}
-                messages.append(self._control({"Digest": told}))
+                messages.append(self._message({"Digest": told}))
             for router_id, peer in self._peers.items():
                 if peer.is_wrong and now_s - peer.asked_s >= _ASK_S:
                     peer.asked_s = now_s
                     self.counts["resyncs"] += 1
-                    messages.append(self._control({"Resync": {"of": router_id}}))
-            encoded = [_encode(message) for message in messages]
+                    messages.append(self._message({"Resync": {"of": router_id}}))
             if self._wants_state:
                 self._wants_state = False
                 # Sent last: it is long and must not delay anything else.
-                encoded += self._state()
-            return encoded
+                messages += self._state()
+            return [_encode(message) for message in messages]
 
     def received(self, data: bytes, now_s: float) -> None:
         """Process a message; this router's own and invalid messages are ignored."""
         with self._lock:
             try:
                 message = json.loads(data)
-                router_id = int(message["router_id"])
-                if not 0 <= router_id <= _U64_MAX:
-                    raise ValueError(f"router_id must be in 0..={_U64_MAX}, got {router_id}")
-                if router_id == self.router_id:
-                    return
-                self._receive(router_id, message, now_s)
+                router_id = _number(message, "router_id")
+                if router_id != self.router_id:
+                    self._receive(router_id, message, now_s)
             except _MALFORMED:
                 self.counts["malformed"] += 1
 
@@ -291,40 +289,32 @@ class ReplicaSync:
         if len(self._outbox) >= WAITING_EVENTS_MAX:
             self.counts["dropped_events"] += 1
             return
-        self._outbox.append(
-            {
-                "request_id": request_id,
-                "worker": {"worker_id": worker[0], "dp_rank": worker[1]},
-                "data": data,
-                "router_id": self.router_id,
-                "lora_name": None,
-                "sequence": self._sequence,
-            }
-        )
+        event = {
+            "request_id": request_id,
+            "worker": {"worker_id": worker[0], "dp_rank": worker[1]},
+            "lora_name": None,
+        }
+        self._outbox.append(event | self._message(data))
 
-    def _control(self, data: dict[str, Any]) -> dict[str, Any]:
+    def _message(self, data: Any) -> dict[str, Any]:
         return {"router_id": self.router_id, "sequence": self._sequence, "data": data}
 
-    def _state(self) -> list[bytes]:
+    def _state(self) -> list[dict[str, Any]]:
         """Parts of the state; the same parts for every peer until the next event."""
-        parts: list[list[bytes]] = [[]]
+        parts: list[list[list[Any]]] = [[]]
         part_bytes = 0
         for name, request in self._own.requests.items():
-            row = _encode(
+            row_bytes = len(_encode(name)) + _NUMBER_BYTES * (5 + len(request.hashes or ()))
+            if parts[-1] and part_bytes + row_bytes > STATE_PART_BYTES:
+                parts.append([])
+                part_bytes = 0
+            parts[-1].append(
                 [name, *request.worker, request.hashes, request.isl, request.overlap,
                  request.is_prefilled]
             )  # fmt: skip
-            if parts[-1] and part_bytes + len(row) > STATE_PART_BYTES:
-                parts.append([])
-                part_bytes = 0
-            parts[-1].append(row)
-            part_bytes += len(row)
-        head = b'{"router_id":%d,"sequence":%d,' % (self.router_id, self._sequence)
+            part_bytes += row_bytes
         return [
-            head
-            + b'"data":{"State":{"part":%d,"parts":%d,"requests":[' % (at, len(parts))
-            + b",".join(rows)
-            + b"]}}}"
+            self._message({"State": {"part": at, "parts": len(parts), "requests": rows}})
             for at, rows in enumerate(parts)
         ]
 
@@ -337,17 +327,17 @@ class ReplicaSync:
         if peer is None or kind == "Resync":
             return
         if kind == "Digest":
-            if self._is_equal(peer, _sequence_of(message), data["Digest"]):
+            if self._is_equal(peer, _number(message, "sequence"), data["Digest"]):
                 self._bookings.remote_heard(router_id)
         elif kind == "State":
-            self._take_part(router_id, peer, _sequence_of(message), data["State"])
+            self._take_part(router_id, peer, _number(message, "sequence"), data["State"])
         else:
             self.counts["received_events"] += 1
             if message.get("sequence") is None:
                 # Events from peers without sequence numbers are taken as they come.
                 peer.is_wrong = False
             else:
-                sequence = _sequence_of(message)
+                sequence = _number(message, "sequence")
                 if peer.last is not None and sequence <= peer.last:
                     return
                 if peer.last is None or sequence > peer.last + 1:
@@ -385,12 +375,9 @@ class ReplicaSync:
                 self._bookings.remote_prefilled(router_id, request_id)
         else:
             added, worker = data["AddRequest"], message["worker"]
-            request = _Request(
-                (int(worker["worker_id"]), int(worker["dp_rank"])),
-                _hashes_of(added.get("token_sequence")),
-                int(added.get("isl", 0)),
-                int(added.get("overlap", 0)),
-            )
+            place = (worker["worker_id"], worker["dp_rank"])
+            size = (added.get("isl", 0), added.get("overlap", 0))
+            request = _request_of((*place, added.get("token_sequence"), *size, False))
             if self._keep(peer.table, request_id, request):
                 self._count(router_id, request_id, request)
 
@@ -456,12 +443,8 @@ class ReplicaSync:
             peer.state_at = None if is_useless else sequence
         if peer.state_at != sequence or part != peer.parts:
             return
-        for name, instance_id, dp_rank, hashes, isl, overlap, is_prefilled in state["requests"]:
-            worker = (int(instance_id), int(dp_rank))
-            request = _Request(
-                worker, _hashes_of(hashes), int(isl), int(overlap), bool(is_prefilled)
-            )
-            self._keep(peer.received, str(name), request)
+        for name, *fields in state["requests"]:
+            self._keep(peer.received, str(name), _request_of(fields))
         peer.parts += 1
         if peer.parts < int(state["parts"]):
             return
@@ -481,16 +464,19 @@ class ReplicaSync:
                 self._gone.popitem(last=False)
 
 
-def _sequence_of(message: Mapping[str, Any]) -> int:
-    sequence = int(message["sequence"])
-    if not 0 <= sequence <= _U64_MAX:
-        raise ValueError(f"sequence must be in 0..={_U64_MAX}, got {sequence}")
-    return sequence
+def _number(message: Mapping[str, Any], name: str) -> int:
+    number = int(message[name])
+    if not 0 <= number <= _U64_MAX:
+        raise ValueError(f"{name} must be in 0..={_U64_MAX}, got {number}")
+    return number
 
 
-def _hashes_of(hashes: Any) -> list[int] | None:
-    """The first HASHES_MAX sequence hashes in a message; None if blocks are not tracked."""
-    return None if hashes is None else [int(one) for one in hashes[:HASHES_MAX]]
+def _request_of(fields: Sequence[Any]) -> _Request:
+    """A request, of the fields after the name in a row of a state."""
+    instance_id, dp_rank, hashes, isl, overlap, is_prefilled = fields
+    kept = None if hashes is None else [int(one) for one in hashes[:HASHES_MAX]]
+    worker = (int(instance_id), int(dp_rank))
+    return _Request(worker, kept, int(isl), int(overlap), bool(is_prefilled))
 
 
 def _encode(message: Any) -> bytes:
