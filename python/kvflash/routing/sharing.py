@@ -45,9 +45,8 @@ class Sharing:
         self._open_discovery, self._event_plane = open_discovery, event_plane
         self._lock = threading.Lock()
         self._services: dict[Component, ReplicaSyncService] = {}
-        self._sync_of: dict[int, ReplicaSync] = {}
-        # Shared worker numbers where they differ from the numbers here, and the reverse.
-        self._shared_of: dict[int, int] = {}
+        # Where each worker is shared, and under which number; and the reverse of these numbers.
+        self._shared: dict[int, tuple[ReplicaSync, int]] = {}
         self._local_of: dict[int, int] = {}
         # Per active request, so that its end is sent to where its start was sent.
         self._told_to: dict[str, ReplicaSync] = {}
@@ -81,10 +80,7 @@ class Sharing:
 
         ``shared_id`` is its number between routers, if that differs.
         """
-        if shared_id is None:
-            shared_id = instance_id
-        else:
-            self._shared_of[instance_id], self._local_of[shared_id] = shared_id, instance_id
+        shared_id = instance_id if shared_id is None else shared_id
         with self._lock:
             if self._is_stopped.is_set():
                 return
@@ -98,14 +94,15 @@ class Sharing:
                     open_channel=partial(self._open_channel, component),
                 )
                 service.start()
-            self._sync_of[instance_id] = service.sync
+            self._shared[instance_id] = service.sync, shared_id
+            self._local_of[shared_id] = instance_id
         service.sync.worker_joined(shared_id)
         self._has_joined = True
 
     def worker_left(self, instance_id: int) -> None:
         """Stop sharing a worker that is no longer registered."""
-        self._sync_of.pop(instance_id, None)
-        self._local_of.pop(self._shared_of.pop(instance_id, instance_id), None)
+        if (shared := self._shared.pop(instance_id, None)) is not None:
+            self._local_of.pop(shared[1], None)
 
     def stats(self) -> dict[str, int]:
         """Counters of all components together; names include units."""
@@ -143,14 +140,13 @@ class Sharing:
                     logger.exception("replica sync: a booking was not shared")
 
     def _tell(self, tiding: _Tiding) -> None:
-        kind, name = tiding[:2]
+        kind, name, *booking = tiding
         if kind == "add":
-            _, _, (instance_id, dp_rank), hashes, isl, overlap = tiding
-            sync = self._sync_of.get(instance_id)
-            if sync is not None:
+            (instance_id, dp_rank), hashes, isl, overlap = booking
+            if (shared := self._shared.get(instance_id)) is not None:
+                sync, shared_id = shared
                 self._told_to[name] = sync
-                worker = (self._shared_of.get(instance_id, instance_id), dp_rank)
-                sync.add(name, worker, hashes, isl, overlap)
+                sync.add(name, (shared_id, dp_rank), hashes, isl, overlap)
             elif len(self._untold) < _UNTOLD_MAX:
                 self._untold[name] = [tiding]
             else:
