@@ -5,24 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from kvflash._core import RouterCore, check_policy, check_shadow_policies
 from kvflash.cluster_flags import ClusterFlags
-from kvflash.errors import ConfigError, InvalidArgumentError
+from kvflash.errors import ConfigError
 from kvflash.policy import PREFIX, AskedPolicy, Policy
+from kvflash.runtime.arguments import check_range
 from kvflash.servers import agreed, plane_of_events
 from kvflash.settings import Setting, table
 from kvflash.spelling import did_you_mean
 
 # Limits here beyond those of the flags.
-_WIDER = {
-    "active_request_expiry_secs": (0.001, None),
-    "router_ttl_secs": (0, None),
-    "router_predicted_ttl_secs": (0, None),
-    "router_max_tree_size": (1, 2**62),
-    "router_event_threads": (1, 2**62),
-    "max_requests": (1, 2**62),
+_WIDER: dict[str, dict[str, Any]] = {
+    "active_request_expiry_secs": {"number": (0.001, None)},
+    "router_ttl_secs": {"number": (0, None)},
+    "router_predicted_ttl_secs": {"number": (0, None)},
+    "router_max_tree_size": {"whole": (1, 2**62)},
+    "router_event_threads": {"whole": (1, 2**62)},
+    "max_requests": {"whole": (1, 2**62)},
 }
 
 
@@ -221,8 +222,7 @@ class KvRouterConfig:
         It follows the events over NATS of this model and tenant; prefill-only workers have a
         tenant of their own.
         """
-        if not 1 <= block_size < 2**32:
-            raise InvalidArgumentError(f"block_size must be in 1..={2**32 - 1}, got {block_size}")
+        check_range("block_size", block_size, 1, 2**32 - 1)
         settings = {
             setting.key: getattr(self, name)
             for name, setting in _settings().items()
@@ -247,9 +247,4 @@ def _settings() -> dict[str, Setting]:
     found = {field.name: by_name[field.name] for field in fields(KvRouterConfig)}
     # Without it the environment decides.
     found["min_initial_workers"] = replace(found["min_initial_workers"], is_optional=True)
-    return found | {
-        name: replace(
-            found[name], legal={"number" if found[name].kind == "float" else "whole": wider}
-        )
-        for name, wider in _WIDER.items()
-    }
+    return found | {name: replace(found[name], legal=wider) for name, wider in _WIDER.items()}
