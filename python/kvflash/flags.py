@@ -134,14 +134,11 @@ class Flags:
         Each name has its variable (``KVFLASH_NO_THING=1`` switches off); ``variables`` are further
         variables with a value for on or off. The command line takes precedence over all of them.
         """
+        switches = dict.fromkeys((*map(variable_of, on), *variables), True)
+        switches |= dict.fromkeys(map(variable_of, off), False)
         said: dict[str, bool] = {}
-        for variable, is_on in [
-            *((variable_of(name), True) for name in on),
-            *((variable_of(name), False) for name in off),
-            *((variable, True) for variable in variables),
-        ]:
-            text = os.environ.get(variable) if self._has_variables else None
-            if text is not None and text.strip():
+        for variable, is_on in switches.items() if self._has_variables else ():
+            if text := os.environ.get(variable, "").strip():
                 said[variable] = self._truth(variable, text) == is_on
         self._refuse_contradiction(said)
         if said:
