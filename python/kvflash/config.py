@@ -13,6 +13,9 @@ _T = TypeVar("_T")
 #: Prefix of a Python policy's name in ``--router-mode``.
 POLICY_PREFIX = "python:"
 
+# Of a number of 64 bits.
+_DIGITS_MAX = 20
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -31,6 +34,13 @@ def bounded_int(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse_int
+
+
+def is_whole(text: str, low: int, high: int) -> bool:
+    """Whether it is a whole number in ``low..=high``, in decimal digits only."""
+    # Python refuses to convert thousands of digits.
+    is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
+    return is_number and low <= int(text) <= high
 
 
 def bounded_float(low: float, high: float = float("inf")) -> Callable[[str], float]:

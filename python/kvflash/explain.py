@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from kvflash.ask import Service, add_key_file, add_timeout
+from kvflash.config import is_whole
 from kvflash.console import counted, reason_of, refuse
 from kvflash.errors import ConfigError, KvflashError, NotFoundError, TransportError
 from kvflash.flags import Flags
@@ -89,7 +90,7 @@ def _flags() -> Flags:
 
 def _tokens(text: str) -> list[int]:
     words = [word.strip() for word in text.strip("[] ").split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) < 2**32 for word in words):
+    if not all(is_whole(word, 0, 2**32 - 1) for word in words):
         raise ArgumentTypeError(f"must be token ids, separated by commas, got {text[:64]!r}")
     return [int(word) for word in words]
 

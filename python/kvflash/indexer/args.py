@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvflash.config import add_config
+from kvflash.config import add_config, is_whole
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
 from kvflash.roster.flags import PARSERS, FleetFlags
@@ -70,7 +70,7 @@ def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         identity, separator, endpoint = part.partition("=")
         instance, _, rank = identity.partition(":")
-        is_numbered = _is_number(instance, 64) and _is_number(rank or "0", 32)
+        is_numbered = is_whole(instance, 0, 2**64 - 1) and is_whole(rank or "0", 0, 2**32 - 1)
         if not (separator and endpoint and is_numbered):
             raise ConfigError(
                 f"--workers: invalid worker entry {part!r}; "
@@ -91,10 +91,6 @@ def _peers(text: str) -> tuple[str, ...]:
                 f"must be http(s)://host:port of peer indexers, separated by commas, got {peer!r}"
             )
     return peers
-
-
-def _is_number(text: str, bits: int) -> bool:
-    return text.isascii() and text.isdigit() and int(text) < 2**bits
 
 
 def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from kvflash.config import is_whole
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags, source_of
 from kvflash.router_flags import RoutingArgs, parse
@@ -75,7 +76,7 @@ def parse_worker(text: str) -> dict[str, Any]:
         value = given.get(key)
         if value is None:
             return None
-        if not (value.isascii() and value.isdigit() and low <= int(value) <= high):
+        if not is_whole(value, low, high):
             raise ConfigError(f"{source}: {key} must be a number in {low}..={high}, got {value!r}")
         return int(value)
 

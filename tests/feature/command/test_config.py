@@ -86,7 +86,13 @@ def test_workers_are_read_as_published():
 
 
 @pytest.mark.parametrize(
-    "entry", ["1", "=tcp://h:1", "1=", "a=tcp://h:1", "1:a=tcp://h:1", "-1=x", "1:=a:b"]
+    "entry",
+    [
+        *("1", "=tcp://h:1", "1=", "a=tcp://h:1", "1:a=tcp://h:1", "-1=x", "1:=a:b"),
+        # Python converts no number that long.
+        "9" * 5_000 + "=tcp://h:1",
+    ],
+    ids=lambda entry: entry[:20],
 )
 def test_a_wrong_worker_entry_is_named(entry):
     if entry == "1:=a:b":
@@ -550,6 +556,9 @@ def test_what_can_not_be_made_names_where_it_came_from(argv, variables, wanted, 
 def test_a_worker_of_the_router_that_is_none_names_where_it_came_from(monkeypatch):
     with pytest.raises(ConfigError, match=r"^--worker 'http://a,b': 'b' is not key=value"):
         router.parse_args(["--worker", "http://a,b"])
+    # Python converts no number that long.
+    with pytest.raises(ConfigError, match=r"^--worker 'http://a,id=9+': id must be a number in"):
+        router.parse_args(["--worker", f"http://a,id={'9' * 5_000}"])
     monkeypatch.setenv("KVFLASH_WORKER", "http://a http://a,b")
     with pytest.raises(
         ConfigError, match=r"^environment variable KVFLASH_WORKER 'http://a,b': 'b'"
