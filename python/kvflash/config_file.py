@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvflash.errors import ConfigError
@@ -31,13 +31,17 @@ _YAML_WORDS = (
 Read = Callable[[Any], Any]
 
 
-class Pairs(list[tuple[str, Any]]):
-    """A mapping from a file, with duplicate keys kept, and the lines of the keys if known."""
-
-    lines: Sequence[int] = ()
+Translate = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-Translate = Callable[[Pairs], Pairs]
+class Key(str):
+    """A key in a file; messages show its line, if that is known."""
+
+    line: int | None = None
+
+    def __repr__(self) -> str:
+        shown = super().__repr__()
+        return shown if self.line is None else f"{shown} (line {self.line})"
 
 
 def read_settings(
@@ -57,17 +61,16 @@ def read_settings(
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     try:
-        pairs = _content(path)
-        pairs = pairs if translate is None else translate(pairs)
+        content = _content(path)
+        content = content if translate is None else translate(content)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-    lines = [f" (line {line})" for line in pairs.lines] or [""] * len(pairs)
-    for (key, raw), line in zip(pairs, lines, strict=True):
+    for key, raw in content.items():
         setting = known.get(key_of(key))
         place = elsewhere.get(key_of(key))
         if setting is None and place is not None:
             raise ConfigError(
-                f"{path}: key {key!r}{line} belongs in the file of {place}: move it there, or give "
+                f"{path}: key {key!r} belongs in the file of {place}: move it there, or give "
                 "it as a flag"
             )
         if setting is None:
@@ -76,10 +79,8 @@ def read_settings(
             raise ConfigError(f"{path}: unknown key {key!r}{hint}")
         dest, read = setting
         if dest in keys:
-            raise ConfigError(
-                f"{path}: {keys[dest]} and {key!r}{line} set the same thing; keep one of them"
-            )
-        keys[dest] = f"{key!r}{line}"
+            raise ConfigError(f"{path}: {_duplicates(keys[dest], key)}")
+        keys[dest] = key
         try:
             values[dest] = read(raw)
         except (argparse.ArgumentTypeError, ValueError) as error:
@@ -104,9 +105,8 @@ def joined(parse: Callable[[str], Any]) -> Read:
     """Create a reader for comma-separated values: also accepts a list, or a mapping with ``=``."""
 
     def read(raw: Any) -> Any:
-        pairs = pairs_of(raw)
-        if pairs is not None:
-            return parse(",".join(f"{key}={_text(value)}" for key, value in pairs))
+        if isinstance(raw, dict):
+            return parse(",".join(f"{key}={_text(value)}" for key, value in raw.items()))
         if isinstance(raw, list):
             return parse(",".join(map(_text, raw)))
         return parse(_text(raw))
@@ -127,16 +127,15 @@ def texts(raw: Any) -> list[str]:
     ``{url: http://a, events: tcp://a:1}`` is ``http://a,events=tcp://a:1``, and so is
     ``{http://a: {events: tcp://a:1}}``. ``{a: b}`` is ``a=b``.
     """
-    pairs = pairs_of(raw)
-    if pairs and all(isinstance(value, str) for _, value in pairs) and "url" not in dict(pairs):
-        return [f"{name}={value}" for name, value in pairs]
-    if pairs is not None and "url" not in dict(pairs):
-        return [_worker([("url", url), *(pairs_of(fields) or [])]) for url, fields in pairs]
+    if isinstance(raw, dict) and "url" not in raw:
+        if all(isinstance(value, str) for value in raw.values()):
+            return [f"{name}={value}" for name, value in raw.items()]
+        given = ((url, fields if isinstance(fields, dict) else {}) for url, fields in raw.items())
+        return [_worker(_unique([("url", url), *fields.items()])) for url, fields in given]
     found = []
-    for item in raw if isinstance(raw, list) and pairs is None else [raw]:
-        fields = pairs_of(item)
-        if fields is not None:
-            found.append(_worker(fields))
+    for item in raw if isinstance(raw, list) else [raw]:
+        if isinstance(item, dict):
+            found.append(_worker(item))
         elif isinstance(item, str):
             found.append(item)
         else:
@@ -144,25 +143,16 @@ def texts(raw: Any) -> list[str]:
     return found
 
 
-def _worker(fields: Sequence[tuple[str, Any]]) -> str:
+def _worker(fields: Mapping[str, Any]) -> str:
     given = dict(fields)
-    if len(given) < len(fields):
-        raise argparse.ArgumentTypeError(f"duplicate field in {_shown(Pairs(fields))}")
     url = given.pop("url", None)
     if not isinstance(url, str) or not url:
-        raise argparse.ArgumentTypeError(f"a worker needs a url, got {_shown(Pairs(fields))}")
+        raise argparse.ArgumentTypeError(f"a worker needs a url, got {_shown(fields)}")
     parts = [url, *(f"{name}={_text(value)}" for name, value in given.items())]
     for part in parts:
         if "," in part or part.split() != [part]:
             raise argparse.ArgumentTypeError(f"{part!r} must not contain a comma or a space")
     return ",".join(parts)
-
-
-def pairs_of(raw: Any) -> list[tuple[str, Any]] | None:
-    """The keys and values of a mapping, with keys as strings; None if it is not a mapping."""
-    if isinstance(raw, Mapping):
-        return [(str(key), value) for key, value in raw.items()]
-    return [(str(key), value) for key, value in raw] if isinstance(raw, Pairs) else None
 
 
 def key_of(name: str) -> str:
@@ -180,18 +170,26 @@ def _text(raw: Any) -> str:
 
 
 def _shown(raw: Any) -> str:
-    return json.dumps(_plain(raw), default=str)[:64]
+    return json.dumps(raw, default=str)[:64]
 
 
-def _plain(raw: Any) -> Any:
-    pairs = pairs_of(raw)
-    if pairs is not None:
-        return {key: _plain(value) for key, value in pairs}
-    return [_plain(item) for item in raw] if isinstance(raw, list) else raw
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of a file; refuses a key that it has twice."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            first = next(one for one in found if one == key)
+            raise ConfigError(_duplicates(first, key))
+        found[key] = value
+    return found
 
 
-def _content(path: str) -> Pairs:
-    """The keys and values of the file's mapping; raises ValueError if that can't be read."""
+def _duplicates(first: str, second: str) -> str:
+    return f"{first!r} and {second!r} set the same thing; keep one of them"
+
+
+def _content(path: str) -> dict[str, Any]:
+    """The file's mapping; raises ValueError if that can't be read."""
     # Here, because few services have such a file.
     from pathlib import Path  # noqa: PLC0415
 
@@ -207,21 +205,20 @@ def _content(path: str) -> Pairs:
         kind = "JSON" if data.lstrip()[:1] == b"{" else kind
     try:
         found = {"JSON": _json, "TOML": _toml, "YAML": _yaml}[kind](data.decode())
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or "nested too deeply"
         raise ValueError(f"is not {kind}: {reason}") from None
     if found is None:
-        return Pairs()  # An empty file, or one with only comments.
-    pairs = pairs_of(found)
-    if pairs is None:
+        return {}  # An empty file, or one with only comments.
+    if not isinstance(found, dict):
         raise ValueError(f"must be a mapping of flags to values, got a {type(found).__name__}")
-    named = Pairs(pairs)
-    named.lines = getattr(found, "lines", ())
-    return named
+    return found
 
 
 def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=Pairs)
+    return json.loads(text, object_pairs_hook=_unique)
 
 
 def _toml(text: str) -> Any:
@@ -237,17 +234,18 @@ def _yaml(text: str) -> Any:
     import yaml  # noqa: PLC0415
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Mappings as pairs, and words of YAML 1.2."""
+        """Words of YAML 1.2, and mappings without duplicate keys."""
 
         yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
     for kind, pattern, first in _YAML_WORDS:
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), first)
 
-    def mapping(loader: Any, node: Any) -> Pairs:
-        pairs = Pairs(loader.construct_pairs(node, deep=True))
-        pairs.lines = [key.start_mark.line + 1 for key, _ in node.value]
-        return pairs
+    def mapping(loader: Any, node: Any) -> dict[str, Any]:
+        pairs = [(Key(key), value) for key, value in loader.construct_pairs(node, deep=True)]
+        for (key, _), (place, _) in zip(pairs, node.value, strict=True):
+            key.line = place.start_mark.line + 1
+        return _unique(pairs)
 
     Loader.add_constructor("tag:yaml.org,2002:map", mapping)
     try:

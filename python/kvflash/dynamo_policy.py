@@ -8,8 +8,6 @@ because ignoring it would route differently than the file says.
 
 from typing import Any
 
-from kvflash.config_file import Pairs, pairs_of
-
 _PROFILE = ("default_policy_family", "policy_classes", "uncached_isl_buckets")
 #: Settings of a class, and the equivalent flags.
 _SAME = {
@@ -26,17 +24,16 @@ _OTHERS = {
 }
 
 
-def translate(pairs: Pairs) -> Pairs:
+def translate(given: dict[str, Any]) -> dict[str, Any]:
     """Convert a file of Dynamo's to our keys; any other file is returned unchanged.
 
     A setting without counterpart is a ValueError that names it and the alternative.
     """
-    given = dict(pairs)
     if given.keys().isdisjoint({*_PROFILE, "models", "worker_selection"}):
-        return pairs
-    classes = given.pop("policy_classes", None)
+        return given
     for key in given.keys() - {*_PROFILE}:
         raise _unsupported(key)
+    classes = given.get("policy_classes")
     if not isinstance(classes, list) or not classes:
         raise ValueError("policy_classes must be a list with a class")
     if len(classes) > 1:
@@ -44,19 +41,12 @@ def translate(pairs: Pairs) -> Pairs:
             f"policy_classes has {len(classes)} classes, and kvflash has one queue per model; "
             "keep one class, or use --fairness to share between clients"
         )
-    return Pairs(_class(pairs_of(classes[0])))
-
-
-def _class(fields: list[tuple[str, Any]] | None) -> list[tuple[str, Any]]:
-    if fields is None:
+    (fields,) = classes
+    if not isinstance(fields, dict):
         raise ValueError("policy_classes: a class must be a mapping")
-    found = []
-    for key, value in fields:
-        if key in _SAME:
-            found.append((_SAME[key], value))
-        elif key not in _OF_ONE_CLASS:
-            raise _unsupported(key)
-    return found
+    for key in fields.keys() - {*_SAME, *_OF_ONE_CLASS}:
+        raise _unsupported(key)
+    return {_SAME[key]: value for key, value in fields.items() if key in _SAME}
 
 
 def _unsupported(key: str) -> ValueError:

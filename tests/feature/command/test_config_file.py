@@ -196,9 +196,9 @@ def test_the_file_of_routing_goes_before_that_of_all(file: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("prot: 80", "unknown key 'prot'; did you mean 'port'?"),
-        ("config: x", "unknown key 'config'"),
-        ("quux: 1", "unknown key 'quux'; a key is a flag of --help"),
+        ("prot: 80", "unknown key 'prot' (line 1); did you mean 'port'?"),
+        ("config: x", "unknown key 'config' (line 1)"),
+        ("quux: 1", "unknown key 'quux' (line 1); a key is a flag of --help"),
         ("port: [1]", "port: must be a string, a number or null, got [1]"),
         ("port: true", "port: must be a string, a number or null, got true"),
         ("port: {a: 1}", 'port: must be a string, a number or null, got {"a": 1}'),
@@ -230,7 +230,8 @@ def test_what_is_wrong_is_named_in_one_line(
         ("worker: 5", "worker: must be a list of strings, got 5"),
         ("worker: [[a]]", 'worker: must be a list of strings, got [["a"]]'),
         ("worker: [{events: tcp://a:1}]", 'a worker needs a url, got {"events": "tcp://a:1"}'),
-        ("worker: [{url: http://a, id: 1, id: 2}]", "duplicate field in"),
+        ("worker: [{url: http://a, id: 1,\n  id: 2}]", "'id' (line 1) and 'id' (line 2) set the"),
+        ("worker: {http://a: {url: http://b}}", "worker: 'url' and 'url' (line 1) set the same"),
         ("worker: [{url: 'http://a,id=1'}]", "'http://a,id=1' must not contain a comma or a space"),
         ("worker: a\n\nworkers: b", "'worker' (line 1) and 'workers' (line 3) set the same thing"),
     ],
@@ -318,8 +319,8 @@ def test_dynamos_policy_file_is_understood(parse: Any, file: Write) -> None:
         (lambda _: [3], "policy_classes: a class must be a mapping"),
         (
             lambda classes: [{**classes[0], "request_queue_limit_per_worker": 5}],
-            "'request_queue_limit_per_worker' of Dynamo's policy file is not supported: use "
-            "router-queue-limit",
+            "'request_queue_limit_per_worker' (line 1) of Dynamo's policy file is not supported: "
+            "use router-queue-limit",
         ),
         (
             lambda classes: [{**classes[0], "queue_policy": "edf"}],
@@ -340,8 +341,8 @@ def test_other_parts_of_dynamos_file_are_refused_by_name(
     file: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for text, told in (
-        ("models: {m: {}}", "'models' of Dynamo's policy file is not supported: start one"),
-        ("worker_selection: {}", "'worker_selection' of Dynamo's policy file is not supported"),
-        (ONE_CLASS + "seed: 3\n", "'seed' of Dynamo's policy file is not supported"),
+        ("models: {m: {}}", "'models' (line 1) of Dynamo's policy file is not supported: start"),
+        ("worker_selection: {}", "'worker_selection' (line 1) of Dynamo's policy file is not"),
+        (ONE_CLASS + "seed: 3\n", "'seed' (line 12) of Dynamo's policy file is not supported"),
     ):
         assert told in refused(capsys, frontend, "--router-policy-config", file(text))
