@@ -176,15 +176,13 @@ class LogLine(logging.Formatter):
         del datefmt
         return utc(record.created)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line, with the core's name of the level."""
-        record.levelname = level_name(record)
-        return super().formatMessage(record)
 
-
-def level_name(record: logging.LogRecord) -> str:
-    """The record's level as the core calls it."""
-    return "WARN" if record.levelno == logging.WARNING else record.levelname
+def log_to_stderr(level: int | str, form: logging.Formatter) -> None:
+    """Log to standard error, with the core's names of the levels."""
+    logging.addLevelName(logging.WARNING, "WARN")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(form)
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def utc(time_s: float) -> str:

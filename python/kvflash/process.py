@@ -9,7 +9,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvflash._core import Frontend, Indexer, Router, init_logging
 from kvflash.address import reachable
-from kvflash.console import LogLine, announce, level_name, refuse, utc
+from kvflash.console import LogLine, announce, log_to_stderr, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
 from kvflash.roster.core import Replicas
 from kvflash.settings import Args, warn_of_misspelt
@@ -143,17 +142,15 @@ class _JsonFormatter(logging.Formatter):
         fields = {"message": record.getMessage(), "logger": record.name}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        line = {"timestamp": utc(record.created), "level": level_name(record), "fields": fields}
+        line = {"timestamp": utc(record.created), "level": record.levelname, "fields": fields}
         return json.dumps(line)
 
 
 def start_logging(level: str, log_format: str) -> None:
     """Log to stderr, from both languages; first warns of unknown environment variables."""
     init_logging(level, json=log_format == "json")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else LogLine())
-    python_level = {"trace": "debug", "warn": "warning"}.get(level, level).upper()
-    logging.basicConfig(level=python_level, handlers=[handler])
+    python_level = "DEBUG" if level == "trace" else level.upper()
+    log_to_stderr(python_level, _JsonFormatter() if log_format == "json" else LogLine())
     warn_of_misspelt()
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from kvflash.address import reachable
-from kvflash.console import LogLine, announce, refuse
+from kvflash.console import LogLine, announce, log_to_stderr, refuse
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
@@ -38,9 +38,7 @@ def main(
     registered.
     """
     options, arguments = parse_options(engine, program, sys.argv[1:] if argv is None else argv)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    log_to_stderr(logging.INFO, LogLine("%(levelname)5s %(name)s: %(message)s"))
     warn_of_misspelt()
     try:
         return asyncio.run(_run(options, arguments, build))

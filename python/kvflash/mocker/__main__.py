@@ -1,11 +1,10 @@
 """``python -m kvflash.mocker``."""
 
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 
-from kvflash.console import LogLine, program
+from kvflash.console import LogLine, log_to_stderr, program
 from kvflash.errors import KvflashError
 from kvflash.mocker.args import parse_args
 from kvflash.settings import warn_of_misspelt
@@ -15,9 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal comes; returns 2 if the workers could not start, else 0."""
     config, log_level = parse_args(argv)
     # Standard output is reserved for the ready lines.
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
-    logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    log_to_stderr(log_level.upper(), LogLine("%(levelname)5s %(name)s: %(message)s"))
     warn_of_misspelt()
     # Here, so that a refused flag does not wait for the server's packages.
     from kvflash.mocker.app import run  # noqa: PLC0415
