@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 
 import dns.exception
+import dns.inet
 import dns.name
 
 from kvflash._core import Frontend
@@ -82,7 +83,7 @@ class DnsWorkers:
 
 
 def _check_name(url: str, authority: str, name: str) -> None:
-    if authority.startswith("[") or _is_address(name):
+    if authority.startswith("[") or dns.inet.is_address(name):
         raise ConfigError(
             f"{authority} is an address and needs no lookup: give it without {DNS_PREFIX}, "
             f"got {url!r}"
@@ -94,11 +95,3 @@ def _check_name(url: str, authority: str, name: str) -> None:
         dns.name.from_text(name)
     except dns.exception.DNSException as error:
         raise ConfigError(f"{name!r} is not a DNS name: {error}") from None
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
