@@ -30,6 +30,7 @@ class Restoring:
         self.is_waited_for = False
         self.is_stopped = False
         self.resets: list[bool] = []
+        self.kept: set[int] | None = None
 
     def attached(self, *_: Any, options: StateOptions, **__: Any) -> Restoring:
         self.resets.append(options.is_resetting)
@@ -42,6 +43,9 @@ class Restoring:
         is_ready = self.is_ready.wait(timeout_s)
         self.is_waited_for = False
         return is_ready
+
+    def keep_only(self, instance_ids: set[int]) -> None:
+        self.kept = instance_ids
 
     def stop(self) -> None:
         # Without this, waiting callers would wait for ever.
@@ -145,12 +149,14 @@ def test_a_component_whose_workers_all_left_is_not_followed_for_ever(
     made = nats_cluster(router_reset_states=True)
     state.is_ready.set()
     made.follow(COMPONENT)
-    made.present({COMPONENT})
+    made.present({COMPONENT: {7}})
+    assert state.kept == {7}
     keep_s = cluster.ABANDONED_S
     made.leave_abandoned(0.0)
     made.leave_abandoned(10 * keep_s)
     # Its blocks are kept for a while, and it counts again if a worker comes.
-    made.present(set())
+    made.present({})
+    assert state.kept == set()
     made.leave_abandoned(20 * keep_s)
     made.leave_abandoned(21 * keep_s - 1.0)
     assert COMPONENT in made._states
