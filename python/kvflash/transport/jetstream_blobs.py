@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 _KEY = "radix-state"
 _CHUNK_BYTES = 512 * 1024
-# Chunks of a snapshot that wait for their reader; the server sends no more meanwhile.
-_READ_CHUNKS_MAX = 64
 # The longest pause between two chunks.
 _READ_PAUSE_S_MAX = 10.0
 
@@ -126,20 +124,15 @@ class JetStreamBlobs:
                 info = await self._store.get_info(name)
             except nats.js.errors.NotFoundError:
                 raise NotFoundError(f"snapshot {name} is not in bucket {self._bucket}") from None
-            chunks: asyncio.Queue[bytes] = asyncio.Queue(_READ_CHUNKS_MAX)
-
-            async def put(message: Any) -> None:
-                await chunks.put(message.data)
-
             subscription = await self._js.subscribe(
-                f"$O.{self._bucket}.C.{info.nuid}", cb=put, ordered_consumer=True
+                f"$O.{self._bucket}.C.{info.nuid}", ordered_consumer=True
             )
             try:
                 left = info.size
                 while left > 0:
-                    chunk = await asyncio.wait_for(chunks.get(), _READ_PAUSE_S_MAX)
-                    left -= len(chunk)
-                    yield chunk
+                    message = await subscription.next_msg(_READ_PAUSE_S_MAX)
+                    left -= len(message.data)
+                    yield message.data
             except asyncio.TimeoutError:
                 raise NotFoundError(f"snapshot {name}: {left} bytes are missing") from None
             finally:
