@@ -8,8 +8,7 @@ import contextlib
 import logging
 import ssl
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from kvflash.servers import NatsSettings
 
 logger = logging.getLogger(__name__)
 
-# Failed attempts whose reasons are examined.
-_SAID_MAX = 16
 # How long a connection may take to close.
 CLOSE_S_MAX = 1.0
 NO_TLS = "the server offers no TLS"
@@ -138,16 +135,20 @@ async def connect(
     Raises ConfigError if the server refuses the login, and TransportError, which ends with
     ``otherwise``, if no server answers. ``who`` begins the log lines; ``options`` are nats-py's.
     """
-    client, said = Client(settings), deque[Exception](maxlen=_SAID_MAX)
-    is_connected = False
+    client, is_connected = Client(settings), False
+    why: ConfigError | TransportError | None = None
     outage = Outage(logger, f"{who}: connected again")
 
     async def on_error(error: Exception) -> None:
+        nonlocal why
         logger.debug("%s: %r", who, error)
-        made = failure(settings, [error], otherwise)
+        made = failure(settings, error, otherwise)
         is_refused = isinstance(made, ConfigError)
         if not is_connected:
-            said.append(error)
+            # A server that refuses the login may hang up before its reason is read, so an earlier
+            # attempt may be more precise than the last.
+            if is_refused or not isinstance(why, ConfigError):
+                why = made
             # A refused login would be refused again, unless another server takes it.
             client.options["allow_reconnect"] = not is_refused or len(settings.servers) > 1
         elif not client.is_connected:
@@ -180,7 +181,7 @@ async def connect(
         with contextlib.suppress(nats.errors.Error, OSError, AssertionError):
             await client.close()
         # The client reports each attempt's reason there, and in the end only that it gave up.
-        raise failure(settings, list(said) or [error], otherwise) from None
+        raise why or failure(settings, error, otherwise) from None
     is_connected = True
     client.options["max_reconnect_attempts"] = -1
     return client
@@ -230,21 +231,13 @@ def _read(variable: str, path: str) -> str:
 
 
 def failure(
-    settings: NatsSettings, errors: Sequence[BaseException], otherwise: str
-) -> ConfigError | TransportError:
-    """Summarize failed attempts in one line: what to set, or what to start.
-
-    A ConfigError if the server refuses us, or we refuse the server; else a TransportError that ends
-    with ``otherwise``. A server that refuses the login may hang up before its reason is read, so an
-    earlier attempt may be more precise than the last.
-    """
-    found = [_failure(settings, error, otherwise) for error in errors]
-    return next((made for made in reversed(found) if isinstance(made, ConfigError)), found[-1])
-
-
-def _failure(
     settings: NatsSettings, error: BaseException, otherwise: str
 ) -> ConfigError | TransportError:
+    """Say in one line why an attempt failed: what to set, or what to start.
+
+    A ConfigError if the server refuses us, or we refuse the server; else a TransportError that ends
+    with ``otherwise``.
+    """
     where = settings.where
     text = str(error) or type(error).__name__
     said = text.lower()

@@ -128,7 +128,7 @@ def test_a_login_that_took_too_long_is_no_refusal() -> None:
         ("'Authorization Violation'", ConfigError),
     ):
         error = nats.errors.Error(f"nats: {said}")
-        assert type(failure(settings, [error], "start one")) is kind
+        assert type(failure(settings, error, "start one")) is kind
 
 
 def test_user_and_key(start: Start, tmp_path: Path) -> None:
