@@ -165,25 +165,22 @@ class JetStreamLog:
     async def age_s(self, sequence: int) -> float | None:
         """Age of a message; None if it does not exist."""
         async with reaching(f"stream {self.name}"):
-            request = json.dumps({"seq": sequence}).encode()
-            # The client leaves out the timestamp.
-            answer = await self._client.request(
-                f"$JS.API.STREAM.MSG.GET.{self.name}", request, timeout=5.0
-            )
-            told = json.loads(answer.data)
+            # The client leaves out timestamps.
+            told = await self._request("MSG.GET", json.dumps({"seq": sequence}).encode())
             if told.get("error", {}).get("code", 404) != 404:
                 raise TransportError(f"stream {self.name}: {told['error'].get('description')}")
             stored = told.get("message", {}).get("time")
             if stored is None:
                 return None
-            answer = await self._client.request(
-                f"$JS.API.STREAM.INFO.{self.name}", b"", timeout=5.0
-            )
+            now = (await self._request("INFO")).get("ts")
         # By the clock that stamped the message: this machine's clock may be an hour off, or jump.
         # Servers before 2.10 do not report theirs.
-        now = json.loads(answer.data).get("ts")
         now_s = datetime.now(timezone.utc).timestamp() if now is None else _seconds(now)
         return max(0.0, now_s - _seconds(stored))
+
+    async def _request(self, call: str, body: bytes = b"") -> Any:
+        subject = f"$JS.API.STREAM.{call}.{self.name}"
+        return json.loads((await self._client.request(subject, body, timeout=5.0)).data)
 
     async def purge(self, last: int) -> None:
         """Delete all messages up to ``last``."""
@@ -260,16 +257,15 @@ class JetStreamReader:
                     raise TransportError(f"{what}: no answer for {silent_s:.0f} s") from None
                 return []
             self._heard_s = loop.time()
-            self._take(raw, messages)
-            while not self._waiting.empty():
-                try:
+            try:
+                self._take(raw, messages)
+                while not self._waiting.empty():
                     self._take(self._waiting.get_nowait(), messages)
-                except TransportError as error:
-                    if not messages:
-                        raise
-                    # Return earlier messages first, so that the next reader starts after them.
-                    self._broken = error
-                    break
+            except TransportError as error:
+                if not messages:
+                    raise
+                # Return earlier messages first, so that the next reader starts after them.
+                self._broken = error
         return messages
 
     async def ack(self, sequence: int) -> None:
