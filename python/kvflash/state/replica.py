@@ -83,14 +83,9 @@ class Replica:
                 # Continue also after an unexpected exception, with its traceback logged once: an
                 # index that never changes again would be worse.
                 is_new = not isinstance(error, KvflashError) and repr(error) != said
-                text, said = str(error) or repr(error), repr(error)
-                logger.warning(
-                    "state of %s: %s; trying again in %g s",
-                    self.name,
-                    text,
-                    pause_s,
-                    exc_info=is_new,
-                )
+                reason, said = str(error) or repr(error), repr(error)
+                text = "state of %s: %s; trying again in %g s"
+                logger.warning(text, self.name, reason, pause_s, exc_info=is_new)
                 await self._close_reader()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_S_MAX)
@@ -171,8 +166,7 @@ class Replica:
                 break
         if fresh:
             # In a thread, so that the connection stays served meanwhile.
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(None, self.sink.apply, fresh)
+            await asyncio.to_thread(self.sink.apply, fresh)
             self.stats.applied = applied
             self._moved.set()
         return not any(message.sequence > applied for message in messages)
@@ -254,9 +248,7 @@ class Replica:
         if hashlib.sha256(snapshot).hexdigest() != pointer.digest:
             raise TransportError(f"snapshot {pointer.blob} is damaged: its digest differs")
         try:
-            reasons = await asyncio.get_running_loop().run_in_executor(
-                None, self.sink.restore, snapshot
-            )
+            reasons = await asyncio.to_thread(self.sink.restore, snapshot)
         except DecodeError as error:
             logger.error("state of %s: snapshot %s: %s", self.name, pointer.blob, error)
             self.stats.is_complete = False

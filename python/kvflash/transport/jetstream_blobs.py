@@ -87,11 +87,11 @@ class JetStreamBlobs:
         """Store a blob. ``chunks`` is read in a thread. Returns its SHA-256 in hexadecimal."""
         # Not by the client's put: that names chunks at random, and those of an upload that was
         # interrupted could not be told from those of one in progress.
-        loop, pieces = asyncio.get_running_loop(), _equal_chunks(chunks)
+        pieces = _equal_chunks(chunks)
         digest, size, count = hashlib.sha256(), 0, 0
         try:
             async with reaching(f"bucket {self._bucket}"):
-                while piece := await loop.run_in_executor(None, next, pieces, b""):
+                while piece := await asyncio.to_thread(next, pieces, b""):
                     digest.update(piece)
                     await self._js.publish(f"$O.{self._bucket}.C.{name}", piece)
                     size, count = size + len(piece), count + 1

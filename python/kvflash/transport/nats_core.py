@@ -100,15 +100,13 @@ class CoreFollower:
         worker = self._workers.get(origin.worker)
         if worker is None:
             return
-        try:
-            worker.waiting.put_nowait((origin.epoch, sequence, payload))
-        except asyncio.QueueFull:
+        if worker.waiting.full():
             # The dump that is taken instead contains all of them.
             self.stats["overflows"] += 1
             worker.has_overflowed = True
             while not worker.waiting.empty():
                 worker.waiting.get_nowait()
-            worker.waiting.put_nowait((origin.epoch, sequence, payload))
+        worker.waiting.put_nowait((origin.epoch, sequence, payload))
 
     async def _follow(self, worker: _Worker) -> None:
         while True:
