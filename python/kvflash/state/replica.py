@@ -100,11 +100,6 @@ class Replica:
             # The other routers notice when the lease ends.
             logger.warning("state of %s: can't withdraw: %s", self.name, error)
 
-    async def keep_listed(self) -> None:
-        """Join the roster again after a lost lease; others detect messages purged meanwhile."""
-        if self.name not in await self.roster.members():
-            await self.roster.join(self.name)
-
     async def wait_applied(self, sequence: int, incarnation: str, timeout_s: float) -> bool:
         """Wait until message ``sequence`` is applied; False after the timeout or in another log."""
 

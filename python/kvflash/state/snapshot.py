@@ -106,8 +106,7 @@ class Snapshots:
 
     async def tick(self) -> None:
         """Do what is due now."""
-        await self._replica.keep_listed()
-        await self.drop_orphans()
+        await self._look_at_routers()
         state = await self._log.state()
         if await self._is_due(state):
             outcome = await self.take()
@@ -176,12 +175,15 @@ class Snapshots:
                 return before, sequence
             # Deleted and recreated meanwhile: the number may belong to either log.
 
-    async def drop_orphans(self) -> None:
-        """Delete readers of dead routers."""
+    async def _look_at_routers(self) -> None:
+        """Delete readers of dead routers, and list this one again after a lost lease."""
         # Readers first: their routers were listed before.
         readers = await self._log.floors()
         members = await self._roster.members()
-        for name in sorted(set(readers) - members):
+        if self._name not in members:
+            # Others may have purged messages meanwhile, which the replica detects.
+            await self._roster.join(self._name)
+        for name in sorted(set(readers) - members - {self._name}):
             await self._log.drop_reader(name)
             self.stats.orphans_total += 1
             logger.info("router %s is gone; its reader is deleted", name)
