@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import closing
 from typing import Any
 
 from kvflash.errors import DecodeError, KvflashError, NotFoundError
@@ -43,11 +44,8 @@ class Bridge(Serving):
             return False
         request = Request("ping", NO_ENDPOINT, whom["instance_id"], None)
         try:
-            reply = await client.ask(transport, request)
-            try:
+            with closing(await client.ask(transport, request)) as reply:
                 await asyncio.wait_for(reply.receive(), PING_TIMEOUT_S)
-            finally:
-                reply.close()
         except FailedError:
             return True
         except (KvflashError, OSError, asyncio.TimeoutError):
@@ -75,17 +73,15 @@ class Bridge(Serving):
 
         async def forward(payload: Any, context: Context) -> AsyncIterator[Any]:
             request = Request(context.id(), endpoint, instance_id, payload)
-            reply = await client.ask(transport, request)
-            try:
-                while (item := await reply.receive()) is not None:
-                    yield unpack(item)
-            except FailedError as error:
-                if error.failure.retry and error.failure.code == "unreachable":
-                    # The request did not reach the worker: the core may try another one.
-                    raise NotFoundError(error.failure.message) from error
-                raise error.failure.error() from error
-            finally:
-                reply.close()
+            with closing(await client.ask(transport, request)) as reply:
+                try:
+                    while (item := await reply.receive()) is not None:
+                        yield unpack(item)
+                except FailedError as error:
+                    if error.failure.retry and error.failure.code == "unreachable":
+                        # The request did not reach the worker: the core may try another one.
+                        raise NotFoundError(error.failure.message) from error
+                    raise error.failure.error() from error
 
         served = Served(endpoint, forward, requests_max=self.limits.requests_max, is_graceful=False)
         self._targets[endpoint, instance_id] = (served, client, transport)

@@ -5,7 +5,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any
 
 from kvflash.background import cancel
@@ -63,11 +63,8 @@ class LoadReader:
         self, endpoint: str, instance_id: int, transport: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
         request = Request(secrets.token_hex(8), endpoint, instance_id, {})
-        reply = await self._clients.of(transport).ask(transport, request)
-        try:
+        with closing(await self._clients.of(transport).ask(transport, request)) as reply:
             while (item := await reply.receive()) is not None:
                 fields = unpack(item)
                 if isinstance(fields, dict):
                     yield json.dumps({**fields, "id": instance_id})
-        finally:
-            reply.close()
