@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvflash import DistributedRuntime, TransportError
-from kvflash.discovery import Lease, MemoryDiscovery
-from kvflash.runtime import distributed
+from kvflash.discovery import Lease, MemoryDiscovery, announcer
 from support_runtime import eventually, run
 
 ENDPOINT = "t.workers.run"
@@ -70,9 +69,9 @@ class Shaky(MemoryDiscovery):
 
 async def lose(runtime: DistributedRuntime) -> None:
     """Its lease runs out."""
-    assert runtime._lease is not None
-    await runtime._lease.revoke()
-    runtime._lease.lost.set()
+    lease = await runtime._announcer.lease()
+    await lease.revoke()
+    lease.lost.set()
 
 
 def test_what_could_not_be_withdrawn_is_withdrawn_later() -> None:
@@ -94,7 +93,7 @@ def test_what_could_not_be_withdrawn_is_withdrawn_later() -> None:
                 await runtime.withdraw("b")
             discovery.is_away = False
             await runtime.announce("b", 2)
-            await eventually(lambda: _done(runtime._settler), "the attempts to end")
+            await eventually(lambda: _done(runtime._announcer._settler), "the attempts to end")
             assert await discovery.get_prefix("") == {"b": b"2"}
             await runtime.withdraw("never announced")
 
@@ -191,7 +190,7 @@ def test_what_is_withdrawn_while_all_is_announced_again_stays_away() -> None:
 def test_a_new_lease_is_kept_until_all_is_announced_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(distributed, "ANNOUNCE_PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(announcer, "PAUSE_S", (0.0, 0.0))
 
     async def scenario() -> None:
         discovery = Shaky()
@@ -254,7 +253,7 @@ def test_an_announcement_that_is_given_up_in_the_line_leaves_nothing() -> None:
 
 
 def test_a_key_that_cannot_be_deleted_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "ANNOUNCE_PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr(announcer, "PAUSE_S", (0.01, 0.01))
 
     class Refusing(Shaky):
         async def delete(self, key: str) -> bool:

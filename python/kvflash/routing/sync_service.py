@@ -11,7 +11,8 @@ from functools import partial
 
 from kvflash._core import Bookings
 from kvflash.background import Background
-from kvflash.discovery import Discovery, Lease, Put, Synced
+from kvflash.discovery import Discovery, Put, Synced
+from kvflash.discovery.announcer import Announcer
 from kvflash.errors import KvflashError
 from kvflash.outage import Outage
 from kvflash.routing.replica_sync import ReplicaSync
@@ -23,8 +24,6 @@ _TICK_S = 0.05
 _RETRY_S = 0.5
 # Pause between two attempts to connect.
 _CONNECT_S = 2.0
-# Longest pause between two attempts to announce this router.
-_RETRY_S_MAX = 5.0
 
 
 class ReplicaSyncService(Background):
@@ -71,13 +70,15 @@ class ReplicaSyncService(Background):
 
     async def _share(self, outage: Outage) -> None:
         discovery = self._open_discovery()
+        announcer = Announcer(discovery, "this router")
         channel: Channel | None = None
         try:
             channel = await self._open_channel(discovery)
             await channel.open(lambda data: self.sync.received(data, time.monotonic()))
             outage.ends()
+            value = json.dumps({"endpoint": channel.endpoint}).encode()
+            announcer.announce_soon(f"{self._prefix}{self.sync.router_id}", value)
             work: list[Callable[[], Awaitable[None]]] = [
-                partial(self._keep_listed, discovery, channel),
                 partial(self._watch, discovery, channel),
                 partial(self._send, channel),
             ]
@@ -87,28 +88,9 @@ class ReplicaSyncService(Background):
         finally:
             if channel is not None:
                 await channel.close()
+            await announcer.close()
             with contextlib.suppress(KvflashError):
                 await discovery.close()
-
-    async def _keep_listed(self, discovery: Discovery, channel: Channel) -> None:
-        value = json.dumps({"endpoint": channel.endpoint}).encode()
-        outage = Outage(logger, "replica sync: this router is announced")
-        lease: Lease | None = None
-        pause_s = _RETRY_S
-        while True:
-            try:
-                if lease is None or lease.lost.is_set():
-                    lease = await discovery.lease()
-                # A failed attempt keeps its lease for the next one.
-                await discovery.put(f"{self._prefix}{self.sync.router_id}", value, lease)
-                outage.ends()
-                pause_s = _RETRY_S
-                await lease.lost.wait()
-            except KvflashError as error:
-                text = f"replica sync: can't announce this router: {error}; trying again"
-                outage.lasts(text, kind=type(error))
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, _RETRY_S_MAX)
 
     async def _watch(self, discovery: Discovery, channel: Channel) -> None:
         routers: dict[int, str | None] = {}

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from kvflash.discovery import Discovery, Lease, open_discovery
+from kvflash.discovery import Discovery, open_discovery
+from kvflash.discovery.announcer import Announcer
 from kvflash.discovery.base import new_lease_id
 from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.runtime.arguments import check_range
@@ -29,9 +30,6 @@ T = TypeVar("T")
 
 INSTANCES = "v1/instances/"
 MODELS = "v1/models/"
-# An unresponsive discovery must not keep a process from ending.
-LEAVE_TIMEOUT_S = 5.0
-ANNOUNCE_PAUSE_S = (0.1, 5.0)
 
 
 class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRuntime"]):
@@ -85,16 +83,13 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
         self._signals = Signals()
         self.planes = PlaneClients(self.limits)
         self._instances: dict[str, Instances] = {}
-        self._announced: dict[str, bytes] = {}
-        # Keys, announced or withdrawn, that discovery may have otherwise.
-        self._unsettled: set[str] = set()
-        self._lease_lost = asyncio.Event()
-        # Held while a key is put or deleted, so that the last call wins.
-        self._changing = asyncio.Lock()
-        self._settler: asyncio.Task[None] | None = None
+        self._announcer = Announcer(
+            self.discovery,
+            f"instance {self.instance_id}",
+            lease_id=self.instance_id,
+            ttl_s=self.limits.lease_ttl_s,
+        )
         self._server: PlaneServer | None = None
-        self._lease: Lease | None = None
-        self._keeper: asyncio.Task[None] | None = None
         self._shutdown: asyncio.Task[None] | None = None
         self._beginning = asyncio.Lock()
         self._stopped = asyncio.Event()
@@ -138,26 +133,8 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
         The key is put again after the lease is lost; if that has just happened, the new lease puts
         it. Raises ClosedError after a shutdown and TransportError if discovery can't be reached.
         """
-        data = json.dumps(value).encode()
-        lease = await self._leased()
-        before = self._announced.get(key)
-        # First, so that a new lease puts it, and a withdrawal knows of it.
-        self._announced[key] = data
-        self._unsettled.add(key)
-        try:
-            await self._settle(key)
-        except BaseException as error:
-            is_put_later = isinstance(error, KvflashError) and lease.lost.is_set()
-            if not is_put_later and self._announced.get(key) is data:
-                # Discovery may have taken it all the same.
-                self._unsettled.add(key)
-                if before is None:
-                    del self._announced[key]
-                else:
-                    self._announced[key] = before
-            self._settle_later()
-            if not is_put_later:
-                raise
+        self._check_running()
+        await self._announcer.announce(key, json.dumps(value).encode())
 
     async def announce_instance(self, path: str, transport: dict[str, Any]) -> None:
         """Announce that this process serves an endpoint, and how it is reached."""
@@ -170,97 +147,12 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
 
     def announced(self, prefix: str) -> dict[str, Any]:
         """The keys with this prefix that this process has announced. From any thread."""
-        keys = dict(self._announced)
+        keys = dict(self._announcer.keys)
         return {key: json.loads(data) for key, data in keys.items() if key.startswith(prefix)}
 
     async def withdraw(self, key: str) -> None:
         """Delete an announced key; after a TransportError the background retries the deletion."""
-        if self._announced.pop(key, None) is not None:
-            self._unsettled.add(key)
-        try:
-            await self._settle(key)
-        except BaseException:
-            self._settle_later()
-            raise
-
-    async def _leased(self) -> Lease:
-        async with self._beginning:
-            self._check_running()
-            return self._lease or await self._grant()
-
-    async def _grant(self) -> Lease:
-        lease = await self.discovery.lease(self.limits.lease_ttl_s, lease_id=self.instance_id)
-        if self._shutdown is not None:
-            # The shutdown began meanwhile and knows nothing of this lease.
-            await lease.revoke()
-            raise ClosedError("the runtime is shut down")
-        self._lease = lease
-        self._keeper = asyncio.get_running_loop().create_task(self._keep(lease))
-        return lease
-
-    async def _keep(self, lease: Lease) -> None:
-        """Announce everything again after the lease is lost."""
-        await lease.lost.wait()
-        logger.warning("instance %d lost its lease and announces itself again", lease.id)
-        self._unsettled.update(self._announced)
-        self._lease_lost.set()
-        self._settle_later()
-
-    async def _settle(self, key: str) -> None:
-        """Put or delete a key that discovery may have otherwise."""
-        async with self._changing:
-            if key not in self._unsettled:
-                return
-            # First, so that what changes meanwhile is settled after this.
-            self._unsettled.discard(key)
-            try:
-                if key in self._announced:
-                    await self.discovery.put(key, self._announced[key], self._lease)
-                else:
-                    await self.discovery.delete(key)
-            except BaseException:
-                self._unsettled.add(key)
-                raise
-
-    def _settle_later(self) -> None:
-        if self._shutdown is None and (self._settler is None or self._settler.done()):
-            self._settler = asyncio.get_running_loop().create_task(self._settle_all())
-
-    async def _settle_all(self) -> None:
-        """Settle keys until none is left, under a new lease if the last one is lost."""
-        pause_s, pause_s_max = ANNOUNCE_PAUSE_S
-        while self._unsettled:
-            self._lease_lost.clear()
-            failure = await self._try_all()
-            if failure is not None:
-                text = "can't update the announcements of instance %d: %s; trying again"
-                logger.warning(text, self.instance_id, failure)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._lease_lost.wait(), pause_s)
-                pause_s = min(pause_s * 2, pause_s_max)
-
-    async def _try_all(self) -> str | None:
-        """Try to settle each key once; returns why one was not settled.
-
-        It raises nothing: a worker without announcements would get no requests.
-        """
-        try:
-            # An attempt that failed after the new lease was granted keeps it.
-            if self._lease is None or self._lease.lost.is_set():
-                await self._grant()
-            # In the order of their announcement: a model card precedes its instance.
-            for key in list(self._announced):
-                await self._settle(key)
-        except Exception as error:
-            return str(error)
-        failure = None
-        for key in list(self._unsettled):
-            try:
-                await self._settle(key)
-            except Exception as error:
-                # One key that can't be deleted keeps no other.
-                failure = f"{key}: {error}"
-        return failure
+        await self._announcer.withdraw(key)
 
     # -- serving
 
@@ -291,7 +183,7 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
             path, handler, requests_max=requests_max, is_graceful=is_graceful
         )
         try:
-            await self._leased()
+            await self._announcer.lease()
             server = await self.server()
             transport = await server.open(path)
             self._signals.take(self.shutdown)
@@ -378,7 +270,8 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
                     closing.push_async_callback(instances.close)
                 if self._server is not None:
                     closing.push_async_callback(self._server.close)
-                await self._leave()
+                # First, so that no new request is sent here.
+                await self._announcer.close()
                 await asyncio.gather(
                     *(
                         served.drain(self.limits.drain_timeout_s, self.limits.cancel_grace_s)
@@ -390,18 +283,6 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
         finally:
             self._signals.give_back(self.limits.end_grace_s)
             self._stopped.set()
-
-    async def _leave(self) -> None:
-        """Leave discovery first, so that no new request is sent here."""
-        for task in (self._keeper, self._settler):
-            if task is not None:
-                task.cancel()
-        if self._lease is None:
-            return
-        try:
-            await asyncio.wait_for(self._lease.revoke(), LEAVE_TIMEOUT_S)
-        except (KvflashError, OSError, asyncio.TimeoutError) as error:
-            logger.warning("instance %d could not withdraw its lease: %s", self.instance_id, error)
 
 
 def kvflash_worker(

@@ -14,7 +14,7 @@ import pytest
 
 from kvflash._core import Router
 from kvflash.cluster_flags import ClusterFlags
-from kvflash.discovery import FileDiscovery, Lease, MemoryDiscovery, open_discovery
+from kvflash.discovery import FileDiscovery, Lease, MemoryDiscovery, announcer, open_discovery
 from kvflash.discovery.base import Discovery
 from kvflash.errors import TransportError
 from kvflash.routing import sync_service
@@ -154,8 +154,7 @@ def test_a_router_that_cannot_be_announced_keeps_one_lease(
     async def channel(_discovery: Discovery) -> ZmqChannel:
         return ZmqChannel()
 
-    for name in ("_RETRY_S", "_RETRY_S_MAX"):
-        monkeypatch.setattr(sync_service, name, 0.01)
+    monkeypatch.setattr(announcer, "PAUSE_S", (0.01, 0.01))
     full = Full(tmp_path)
     router = ReplicaSyncService(
         *COMPONENT, Router().bookings, open_discovery=lambda: full, open_channel=channel
