@@ -17,6 +17,7 @@ from aiohttp import web
 
 from kvflash.errors import (
     ClosedError,
+    ConfigError,
     DeadlineError,
     DecodeError,
     InvalidArgumentError,
@@ -44,7 +45,6 @@ _STATUS = {
     "deadline": 504,
     "unreachable": 502,
 }
-BACKLOG = 4_096
 # Head and separators around a request's payload.
 REQUEST_MARGIN_BYTES = 1_024
 READ_BYTES = 64 * 1024
@@ -59,7 +59,6 @@ class HttpServer(PlaneServer):
 
     url = ""
     _runner: web.AppRunner
-    _listener: asyncio.Server
 
     async def start(self) -> None:
         self._refused: dict[_Entrance, None] = {}
@@ -74,14 +73,10 @@ class HttpServer(PlaneServer):
         )
         await self._runner.setup()
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Entrance(self), self._bind, self._wanted_port, backlog=BACKLOG
-            )
-        except OSError as error:
+            self.url = f"http://{await self._listen(lambda: _Entrance(self))}"
+        except ConfigError:
             await self._runner.cleanup()
-            raise self.cannot_listen(error) from error
-        port = self._listener.sockets[0].getsockname()[1]
-        self.url = f"http://{self._host}:{port}"
+            raise
 
     async def open(self, endpoint: str) -> dict[str, Any]:
         return {"kind": "http", "url": self.url}

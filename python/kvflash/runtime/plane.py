@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 # The transport that launchers announce for their engines.
 OPENAI = "openai"
+BACKLOG = 4_096
 # Instances that may hang up on a request: it may be what ended them.
 LOSSES_MAX = 2
 
@@ -71,11 +74,7 @@ class PlaneServer(ABC):
         self._limits = serving.limits
         self._host = netloc(host)
         self._wanted_port, self._bind = port, listen_address(host)
-
-    def cannot_listen(self, error: OSError) -> ConfigError:
-        """The error for an address that can't be bound."""
-        where = f"{self._bind}:{self._wanted_port}"
-        return ConfigError(f"can't listen on {where}: {error.strerror or error}")
+        self._listener: asyncio.Server
 
     @abstractmethod
     async def start(self) -> None:
@@ -88,6 +87,18 @@ class PlaneServer(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Stop listening and close what is left."""
+
+    async def _listen(self, make: Callable[[], asyncio.BaseProtocol]) -> str:
+        """Listen with protocols of ``make``; returns host and port at which others connect."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                make, self._bind, self._wanted_port, backlog=BACKLOG
+            )
+        except OSError as error:
+            where = f"{self._bind}:{self._wanted_port}"
+            raise ConfigError(f"can't listen on {where}: {error.strerror or error}") from error
+        return f"{self._host}:{self._listener.sockets[0].getsockname()[1]}"
 
 
 class PlaneClient(ABC):

@@ -20,7 +20,6 @@ from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import GoneError, PlaneClient, PlaneServer, item_in
 from kvflash.runtime.serving import Serving
 
-BACKLOG = 4_096
 _PONG = frame(Kind.PONG)
 
 
@@ -29,41 +28,28 @@ class TcpServer(PlaneServer):
 
     def __init__(self, serving: Serving, *, host: str, port: int) -> None:
         super().__init__(serving, host=host, port=port)
-        self._server: asyncio.Server
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self.address = ""
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            self._server = await loop.create_server(
-                lambda: Connection(self._limits, self._accept),
-                self._bind,
-                self._wanted_port,
-                backlog=BACKLOG,
-            )
-        except OSError as error:
-            raise self.cannot_listen(error) from error
-        port = self._server.sockets[0].getsockname()[1]
-        self.address = f"{self._host}:{port}"
+        self.address = await self._listen(lambda: Connection(self._limits, self._accept))
 
     async def open(self, endpoint: str) -> dict[str, Any]:
         return {"kind": "tcp", "address": self.address}
 
     async def close(self) -> None:
-        self._server.close()
+        self._listener.close()
         tasks = list(self._tasks.values())
         for connection, task in list(self._tasks.items()):
             connection.close()
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._server.wait_closed()
+        await self._listener.wait_closed()
 
     def _accept(self, connection: Connection) -> None:
         if len(self._tasks) >= self._limits.connections_max:
-            limit = self._limits.connections_max
-            error = OverloadedError(f"{limit} connections, the maximum")
+            error = OverloadedError(f"{self._limits.connections_max} connections, the maximum")
             connection.write(Failure.of(error, retry=True).pack())
             connection.close()
             return
