@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from kvflash.errors import DecodeError, InvalidArgumentError, TransportError
+from kvflash.errors import DecodeError, TransportError
 from kvflash.runtime.frame import HEAD_BYTES, FrameReader
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import GoneError
@@ -30,7 +30,7 @@ class Connection(asyncio.Protocol):
         self._news, self._writable = asyncio.Event(), asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport
-        self._fault: InvalidArgumentError | DecodeError | None = None
+        self._fault: DecodeError | None = None
         self._on_made = on_made
         # Called once when the peer is gone; while it is set, little input is expected.
         self.on_lost: Callable[[], None] | None = None
@@ -51,7 +51,7 @@ class Connection(asyncio.Protocol):
             return
         try:
             frames = self._reader.feed(data)
-        except (InvalidArgumentError, DecodeError) as error:
+        except DecodeError as error:
             self._fault = error
             frames = []
         self._frames.extend(frames)

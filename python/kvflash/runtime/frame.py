@@ -190,7 +190,10 @@ def frame(
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames; refuses too large ones before it buffers their bytes."""
+    """Cuts a stream of bytes into frames.
+
+    Bytes that are no frame are a DecodeError; so is a too large one, before its bytes are buffered.
+    """
 
     def __init__(self, bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -209,9 +212,7 @@ class FrameReader:
         while len(buffer) - start >= HEAD_BYTES:
             size, kind = _HEAD.unpack_from(buffer, start)
             if size > self._bytes_max:
-                raise InvalidArgumentError(
-                    f"frame may have at most {self._bytes_max} bytes, got {size}"
-                )
+                raise DecodeError(f"frame may have at most {self._bytes_max} bytes, got {size}")
             if size == 0:
                 raise DecodeError("frame has no kind: its length is 0")
             end = start + 4 + size

@@ -348,8 +348,6 @@ class HttpReply:
             if self._response is None:
                 await self._begin()
             return await self._receive()
-        except InvalidArgumentError as error:
-            raise DecodeError(str(error)) from error
         except KvflashError:
             raise
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:

@@ -25,7 +25,6 @@ import msgpack  # type: ignore[import-untyped]
 from kvflash.errors import (
     ClosedError,
     DecodeError,
-    InvalidArgumentError,
     OverloadedError,
     TransportError,
 )
@@ -398,7 +397,7 @@ class NatsReply:
         self._number = (self._number + 1) & 0xFFFFFFFF
         try:
             self._frames.extend(self._reader.feed(data[_NUMBER.size :]))
-        except (InvalidArgumentError, DecodeError) as error:
+        except DecodeError as error:
             self.fail(DecodeError(f"{self.subject}: {error}"))
             return
         self._acknowledge()

@@ -139,16 +139,14 @@ class OpenAiReply(HttpReply):
     async def _receive(self) -> bytes | None:
         while not self._is_over:
             event = await self._event()
-            if event is None:
-                self._is_over = True
-                item, self._last = self._last, None
-            else:
-                try:
-                    item = self._item(event)
-                except TypeError as error:
-                    raise DecodeError(f"an event has a field of another type: {error}") from error
-            if item is not None:
-                return pack(item, "item")
+            self._is_over = event is None
+            try:
+                item = self._last if event is None else self._item(event)
+                if item is not None:
+                    return pack(item, "item")
+            except (TypeError, InvalidArgumentError) as error:
+                # JSON also has numbers that msgpack lacks.
+                raise DecodeError(f"an event has a field of another type: {error}") from error
         await self._finish()
         return None
 

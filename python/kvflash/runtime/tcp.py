@@ -10,7 +10,6 @@ from typing import Any
 from kvflash.errors import (
     ClosedError,
     DecodeError,
-    InvalidArgumentError,
     OverloadedError,
     TransportError,
 )
@@ -73,7 +72,7 @@ class TcpServer(PlaneServer):
         idle = loop.call_later(self._limits.server_idle_s_max, connection.close)
         try:
             kind, payload = await connection.receive()
-        except (InvalidArgumentError, DecodeError) as error:
+        except DecodeError as error:
             connection.write(Failure("invalid", str(error)).pack())
             return False
         finally:
@@ -201,7 +200,7 @@ class TcpReply:
             kind, payload = await self._next()
         except TransportError as error:
             raise TransportError(f"{self._address}: {error}", was_sent=True) from error
-        except InvalidArgumentError as error:
+        except DecodeError as error:
             raise DecodeError(f"{self._address}: {error}") from error
         self._data = None
         if kind in (Kind.END, Kind.ERROR):
