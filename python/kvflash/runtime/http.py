@@ -10,6 +10,7 @@ import socket
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -252,7 +253,18 @@ class HttpClient(PlaneClient):
 
     def __init__(self, limits: RuntimeLimits) -> None:
         super().__init__(limits)
-        self._session: aiohttp.ClientSession | None = None
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=min(limits.client_idle_s_max, self.idle_s_max),
+                socket_factory=self._socket,
+            ),
+            # The duration of an answer is unlimited here; the runtime has its own limits.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s),
+            trace_configs=[_reuse_trace()],
+            auto_decompress=False,
+            read_bufsize=limits.receive_buffer_bytes // 2,
+        )
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
         """Also refuses an id that is not valid in a header."""
@@ -271,37 +283,17 @@ class HttpClient(PlaneClient):
         return HttpReply(self, url, headers, body)
 
     async def post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=min(self.limits.client_idle_s_max, self.idle_s_max),
-                socket_factory=self._socket,
-            )
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                # The duration of an answer is unlimited here; the runtime has its own limits.
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=self.limits.connect_timeout_s
-                ),
-                trace_configs=[_reuse_trace()],
-                auto_decompress=False,
-                read_bufsize=self.limits.receive_buffer_bytes // 2,
-            )
-        session, is_reused = self._session, asyncio.Event()
-
-        async def post() -> aiohttp.ClientResponse:
-            data = io.BytesIO(body)
-            return await session.post(url, headers=headers, data=data, trace_request_ctx=is_reused)
-
+        is_reused = asyncio.Event()
+        post = partial(self._session.post, url, headers=headers, trace_request_ctx=is_reused)
         try:
-            return await post()
+            return await post(data=io.BytesIO(body))
         except aiohttp.ServerDisconnectedError as error:
             # Its message is the beginning of an answer, if there was one.
             if not is_reused.is_set() or not isinstance(error.message, str):
                 raise
         try:
             # The server may have just closed the kept connection: retry once.
-            return await post()
+            return await post(data=io.BytesIO(body))
         except _UNSENT as error:
             # It may have read the request before it went.
             raise TransportError(
@@ -310,8 +302,7 @@ class HttpClient(PlaneClient):
 
     async def close(self) -> None:
         await super().close()
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     def _socket(self, info: tuple[Any, ...]) -> socket.socket:
         made = socket.socket(info[0], info[1], info[2])
