@@ -74,7 +74,7 @@ class RuntimeWorker:
                 served=lambda: served,
                 has_local_index=config.enable_local_indexer,
             )
-            return BrokerStream(outlet, dp_rank=rank, tick_ms=TICK_MS, shape=config.event_era)
+            return BrokerStream(outlet, tick_ms=TICK_MS, shape=config.event_era)
         offset = self.index * config.data_parallel_size + config.ranks.index(rank)
         return open_stream(config, self._runtime.host, offset=offset, dp_rank=rank)
 

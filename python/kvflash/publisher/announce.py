@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -111,12 +110,9 @@ def _settle(done: Future[None], home: asyncio.AbstractEventLoop) -> None:
     if _running() is home:
         done.add_done_callback(_log_failure)
         return
-    try:
-        done.result(_WAIT_S_MAX)
-    except (TimeoutError, FutureTimeoutError) as error:
-        if isinstance(error, KvflashError):
-            raise
-        raise TransportError(f"discovery did not answer within {_WAIT_S_MAX:g} s") from None
+    if not wait([done], _WAIT_S_MAX).done:
+        raise TransportError(f"discovery did not answer within {_WAIT_S_MAX:g} s")
+    done.result()
 
 
 def _log_failure(done: Future[None]) -> None:

@@ -100,7 +100,7 @@ class BrokerOutlet:
     ) -> None:
         with needing_nats("event_plane nats"):
             from kvflash.transport.nats_connection import connect  # noqa: PLC0415
-        self._instance_id, self._dp_rank, self.block_size = instance_id, dp_rank, block_size
+        self._instance_id, self.dp_rank, self.block_size = instance_id, dp_rank, block_size
         self._served, self._has_local_index = served, has_local_index
         self._settings = settings or NatsSettings.from_env()
         self._epoch = _EPOCHS.next()
@@ -113,9 +113,9 @@ class BrokerOutlet:
         self._waiting: deque[tuple[int, int, bytes]] = deque()
         self._waiting_bytes = 0
         self._next_sequence = 0
-        self._counts = {"batches": 0, "dropped_batches": 0, "errors": 0}
+        self._counts = {"batches_total": 0, "dropped_batches_total": 0, "errors_total": 0}
         if not has_local_index:
-            self._counts["stored_batches"] = 0
+            self._counts["stored_batches_total"] = 0
         self._is_named = False
         # Ended: nothing is sent any more, whatever the reason.
         self._is_closed = self._has_ended = False
@@ -135,20 +135,20 @@ class BrokerOutlet:
                 raise ClosedError("the publisher is shut down")
             self._waiting.append((self._epoch, self._next_sequence, payload))
             self._next_sequence += 1
-            self._counts["batches"] += 1
+            self._counts["batches_total"] += 1
             self._waiting_bytes += len(payload)
             # The first one may be in flight.
             while self._waiting_bytes > _WAITING_BYTES_MAX and len(self._waiting) > 2:
                 self._waiting_bytes -= len(self._waiting[1][2])
                 del self._waiting[1]
-                self._counts["dropped_batches"] += 1
+                self._counts["dropped_batches_total"] += 1
         self._background.call_soon(self._news.set)
 
     def skip(self, batches: int) -> None:
         """Skip sequence numbers of lost batches, so that readers see a gap."""
         with self._changed:
             self._next_sequence += batches
-            self._counts["batches"] += batches
+            self._counts["batches_total"] += batches
 
     def restart(self) -> None:
         """Number from 0 again, for an engine that has restarted: readers begin anew."""
@@ -173,8 +173,7 @@ class BrokerOutlet:
 
     def stats(self) -> dict[str, int]:
         """Counters; units are in the names."""
-        counts = {f"{name}_total": count for name, count in self._counts.items()}
-        return {"waiting_bytes": self._waiting_bytes, **counts}
+        return {"waiting_bytes": self._waiting_bytes, **self._counts}
 
     # -- everything below runs in the background
 
@@ -214,7 +213,7 @@ class BrokerOutlet:
     def _origin(self, served: Served, epoch: int) -> Origin:
         return Origin(
             instance_id=self._instance_id,
-            dp_rank=self._dp_rank,
+            dp_rank=self.dp_rank,
             epoch=epoch,
             model_name=served.model_name,
             block_size=self.block_size,
@@ -247,14 +246,14 @@ class BrokerOutlet:
                     await destination.send(origin_of(epoch), sequence, payload)
                 except InvalidArgumentError as error:
                     logger.error("a batch of events is lost: %s", error)
-                    self._counts["dropped_batches"] += 1
+                    self._counts["dropped_batches_total"] += 1
                 else:
                     if not self._has_local_index:
-                        self._counts["stored_batches"] += 1
+                        self._counts["stored_batches_total"] += 1
             except KvflashError as error:
                 if self._is_closed:
                     return
-                self._counts["errors"] += 1
+                self._counts["errors_total"] += 1
                 outage.lasts(
                     f"events are not stored: {error}; trying again "
                     f"(NATS_SERVER: {self._settings.where})"
@@ -281,16 +280,14 @@ class BrokerOutlet:
 class BrokerStream(Sender):
     """Sends encoded events in batches to an outlet; over NATS what EventStream is over ZMQ."""
 
-    def __init__(
-        self, outlet: BrokerOutlet, *, dp_rank: int, tick_ms: float, shape: str = "own"
-    ) -> None:
+    def __init__(self, outlet: BrokerOutlet, *, tick_ms: float, shape: str = "own") -> None:
         self._outlet = outlet
         self.kind, self.endpoint = outlet.kind, outlet.endpoint
         # The server or the worker's index keeps batches for replay, so no ring is needed here.
         outbox = EventOutbox(
             outlet.block_size,
             shape=shape,
-            dp_rank=dp_rank,
+            dp_rank=outlet.dp_rank,
             tick_s=tick_ms / 1000,
             event_bytes_max=outlet.batch_bytes_max,
             batch_bytes_max=outlet.batch_bytes_max,

@@ -76,6 +76,8 @@ class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
     Attributes:
         endpoint: Where the events are published.
         replay_endpoint: Where they are replayed; None if the relayed engine has no replay.
+        kv_block_size: Tokens in a block.
+        dp_rank: Data parallel rank of the events.
     """
 
     def __init__(  # noqa: PLR0917 - the order that engines know
@@ -134,8 +136,8 @@ class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
             TransportError: NATS or discovery can't be reached. Inside the event loop a failure of
                 discovery is only logged.
         """
-        self._block_size = check_range("kv_block_size", kv_block_size, 1, _U32)
-        self._dp_rank = check_range("dp_rank", dp_rank, 0, _U32)
+        self.kv_block_size = check_range("kv_block_size", kv_block_size, 1, _U32)
+        self.dp_rank = check_range("dp_rank", dp_rank, 0, _U32)
         worker_id = check_range("worker_id", worker_id, 0, _U64)
         check_range("ring_batches", ring_batches, 1, 1 << 24)
         check_range("ring_bytes", ring_bytes, 1 << 20, 1 << 40)
@@ -144,7 +146,6 @@ class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
         if not 0 <= tick_ms <= 1000:
             raise InvalidArgumentError(f"tick_ms must be in 0..=1000, got {tick_ms!r}")
         self._warnings = 0
-        self._is_closed = False
         #: None if routers read the engine's own socket.
         self._source: EventStream | BrokerStream | Relay | None = None
         self.endpoint = ""
@@ -156,7 +157,7 @@ class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
         if component is not None and plane_of_events(event_plane) == "nats":
             outlet = self._outlet(component, worker_id, model_name, enable_local_indexer)
             if zmq_endpoint is None:
-                self._source = BrokerStream(outlet, dp_rank=self._dp_rank, tick_ms=tick_ms)
+                self._source = BrokerStream(outlet, tick_ms=tick_ms)
             else:
                 # The engine may use its own prefix, so its topic is unknown here.
                 topic = zmq_topic or ""
@@ -168,11 +169,11 @@ class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
                 port=port,
                 replay_port=replay_port,
                 topic="kv-events" if zmq_topic is None else zmq_topic,
-                dp_rank=self._dp_rank,
+                dp_rank=self.dp_rank,
                 tick_ms=tick_ms,
                 ring_batches=ring_batches,
                 ring_bytes=ring_bytes,
-                block_size=self._block_size,
+                block_size=self.kv_block_size,
             )
         kind = "zmq"
         if self._source is not None:
@@ -180,10 +181,10 @@ class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
             self.replay_endpoint = self._source.replay_endpoint
         withdraw = None
         if component is not None:
-            where = events_value(kind, self.endpoint, self.replay_endpoint, self._block_size)
+            where = events_value(kind, self.endpoint, self.replay_endpoint, self.kv_block_size)
             try:
                 withdraw = announce_events(
-                    component, self._dp_rank, where, worker_id=worker_id, loop=loop
+                    component, self.dp_rank, where, worker_id=worker_id, loop=loop
                 )
             except BaseException:
                 if self._source is not None:
@@ -201,22 +202,12 @@ class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
         return BrokerOutlet(
             component,
             instance_id=worker_id or runtime.instance_id,
-            dp_rank=self._dp_rank,
-            block_size=self._block_size,
+            dp_rank=self.dp_rank,
+            block_size=self.kv_block_size,
             # Holds no reference to the publisher, so that only its user keeps it alive.
             served=lambda: known or served_of(runtime.announced(cards)),
             has_local_index=has_index,
         )
-
-    @property
-    def kv_block_size(self) -> int:
-        """Tokens in a block."""
-        return self._block_size
-
-    @property
-    def dp_rank(self) -> int:
-        """Data parallel rank of the events."""
-        return self._dp_rank
 
     @overload
     def publish_stored(
@@ -341,14 +332,13 @@ class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
 
     def shutdown(self) -> None:
         """Withdraw the announcement, send queued events, close. Further calls do nothing."""
-        self._is_closed = True
         self._end()
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def _outbox(self, call: str) -> EventOutbox:
-        if self._is_closed:
+        if not self._end.alive:
             raise ClosedError("the publisher is shut down")
         if not isinstance(self._source, Sender):
             raise ConflictError(

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import zmq
@@ -53,7 +54,7 @@ class Relay:
             ) from error
         self._expected: int | None = None
         self._replayed: OrderedDict[int, int] = OrderedDict()
-        self._counts = {"relayed_batches": 0, "missed_batches": 0, "restarts": 0}
+        self._counts = {"relayed_batches_total": 0, "missed_batches_total": 0, "restarts_total": 0}
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvflash-relay", daemon=True)
         self._thread.start()
@@ -64,8 +65,7 @@ class Relay:
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges; names include units."""
-        counts = {f"{name}_total": count for name, count in self._counts.items()}
-        return {**counts, **self._outlet.stats()}
+        return {**self._counts, **self._outlet.stats()}
 
     def close(self) -> None:
         """Stop reading, send queued batches, close; further calls do nothing."""
@@ -78,17 +78,14 @@ class Relay:
 
     def _run(self) -> None:
         # Fetch what was published before. An engine that is not up yet is asked at its first batch.
-        self._go_on_after(self._catch_up, 0, None)
+        work: Callable[[], None] = partial(self._catch_up, 0, None)
         while not self._is_closed.is_set():
-            self._go_on_after(self._read)
-
-    def _go_on_after(self, work: Callable[..., None], *args: int | None) -> None:
-        """Do a part of the work; whatever fails, the relay goes on with the next batch."""
-        try:
-            work(*args)
-        except Exception:
-            logger.exception("relaying the engine's events failed; going on")
-            self._is_closed.wait(_PAUSE_S)
+            try:
+                work()
+            except Exception:
+                logger.exception("relaying the engine's events failed; going on")
+                self._is_closed.wait(_PAUSE_S)
+            work = self._read
 
     def _read(self) -> None:
         if not self._socket.poll(_POLL_MS):
@@ -103,7 +100,7 @@ class Relay:
         if self._expected is not None and number < self._expected:
             if self._replayed.get(number) == hash(payload):
                 return
-            self._counts["restarts"] += 1
+            self._counts["restarts_total"] += 1
             self._outlet.restart()
             self._expected = None
             self._replayed.clear()
@@ -125,11 +122,11 @@ class Relay:
     def _put(self, number: int, payload: bytes) -> None:
         missed = 0 if self._expected is None else number - self._expected
         if missed:
-            self._counts["missed_batches"] += missed
+            self._counts["missed_batches_total"] += missed
             self._outlet.skip(missed)
         try:
             self._outlet.put(payload)
-            self._counts["relayed_batches"] += 1
+            self._counts["relayed_batches_total"] += 1
         except KvflashError as error:
             logger.error("a batch is lost: %s", error)
         self._expected = number + 1
