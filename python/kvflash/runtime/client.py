@@ -216,15 +216,11 @@ class Stream(AsyncIterator[Any], AbstractAsyncContextManager["Stream"]):
                 raise ClosedError("the stream was closed when reading it was cancelled")
             raise StopAsyncIteration
         try:
-            item = await self._receive()
+            return await self._receive()
         except BaseException as error:
             self._is_cancelled = isinstance(error, asyncio.CancelledError)
             self._close()
             raise
-        if item is None:
-            self._close()
-            raise StopAsyncIteration
-        return item[0]
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -248,8 +244,8 @@ class Stream(AsyncIterator[Any], AbstractAsyncContextManager["Stream"]):
         if reply is not None:
             reply.close()
 
-    async def _receive(self) -> tuple[Any] | None:
-        """The next item in a tuple, or None at the end."""
+    async def _receive(self) -> Any:
+        """The next item; StopAsyncIteration at the end."""
         while True:
             assert self._reply is not None
             try:
@@ -258,9 +254,9 @@ class Stream(AsyncIterator[Any], AbstractAsyncContextManager["Stream"]):
                 await self._open(self._give_up(failed))
             else:
                 if packed is None:
-                    return None
+                    raise StopAsyncIteration
                 self._is_started, self._pick = True, None
-                return (unpack(packed),)
+                return unpack(packed)
 
     async def _open(self, failure: KvflashError | None = None) -> None:
         """Send the request to an untried instance; raises if none is left, ``failure`` if given.
