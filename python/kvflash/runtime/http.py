@@ -93,6 +93,7 @@ class HttpServer(PlaneServer):
         server, limit = self._runner.server, self._limits.connections_max
         assert server is not None, "the runner was set up"
         if len(server.connections) < limit:
+            watch_socket(entrance.transport.get_extra_info("socket"), self._limits)
             handler = server()
             entrance.transport.set_protocol(handler)
             handler.connection_made(entrance.transport)
@@ -111,9 +112,6 @@ class HttpServer(PlaneServer):
         self._refused.pop(entrance, None)
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
-        if http.transport is None:
-            raise ConnectionResetError("the client is gone")
-        watch_socket(http.transport.get_extra_info("socket"), self._limits)
         answer = _Answer(http)
         try:
             request = await _request(http, self._limits)
