@@ -256,13 +256,10 @@ def _failure_in(event: dict[str, Any], status: int | None = None) -> Failure | N
         error = event.get("detail")
     if error is None:
         return None
-    if not isinstance(error, dict):
-        return _failure(status or 500, str(error))
-    code = error.get("code")
+    fields = error if isinstance(error, dict) else {}
+    code, message = fields.get("code"), str(fields.get("message", error))
     of_event = code if isinstance(code, int) else 500
-    return _failure(
-        status or of_event, str(error.get("message", error)), can_retry=status is not None
-    )
+    return _failure(status or of_event, message, can_retry=status is not None)
 
 
 def _failure(status: int, message: str, *, can_retry: bool = True) -> Failure:
