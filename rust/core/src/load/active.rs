@@ -1,9 +1,9 @@
 //! Active sequences: requests that were assigned to a worker and have not ended.
 
-use super::blocks::Blocks;
-use super::blocks::WHOLE;
+use super::blocks::{Blocks, End};
 use super::config::{BlockUse, LoadConfig, PrefillSpeed};
 use super::decay::Takes;
+use super::holders::WHOLE;
 use super::recency::Recent;
 use super::slots::{Slots, WorkerLoad};
 use crate::error::{Error, Result};
@@ -40,7 +40,8 @@ struct Request {
     /// Its number among all bookings, from 1.
     number: u64,
     active_at_ms: u64,
-    hashes: Box<[u64]>,
+    /// Its shared blocks.
+    end: End,
 }
 
 /// A request assigned to a worker.
@@ -66,10 +67,10 @@ pub struct Assignment<'a> {
 /// The active requests of all workers of one model, and the load that follows from them.
 ///
 /// # Cost
-/// `book` and `free` take time proportional to the request's blocks,
-/// [`count_shared`](Self::count_shared) to its blocks plus the workers, everything else (except
-/// removing workers) is constant. Memory is bounded by `max_requests` times the blocks of a
-/// request.
+/// `book` compares the request's hashes with those in use, which takes a fraction of a nanosecond
+/// each, [`count_shared`](Self::count_shared) too, plus the workers; everything else (except removing
+/// workers) hardly depends on the prompt's length. Memory: 8 bytes for each distinct block, which is
+/// bounded by `max_requests` times the blocks of a request.
 #[derive(Debug)]
 pub struct ActiveSequences {
     config: LoadConfig,
@@ -158,6 +159,7 @@ impl ActiveSequences {
             BlockUse::Shared(hashes) => (hashes, 0),
             BlockUse::Private(count) => (&[][..], count),
         };
+        let (end, added) = self.blocks.acquire(hashes, slot, self.slots.capacity());
         let request = Request {
             slot,
             is_remote,
@@ -167,13 +169,12 @@ impl ActiveSequences {
             prefill_tokens: if self.config.track_prefill_tokens { uncached_tokens } else { 0 },
             number: self.bookings + 1,
             active_at_ms: self.hear(now_ms),
-            hashes: hashes.into(),
+            end,
         };
         self.bookings += 1;
         self.remote += usize::from(is_remote);
         let (prefill_tokens, now_ms) = (request.prefill_tokens, request.active_at_ms);
         let speed = self.config.prefill_speed;
-        let added = self.blocks.acquire(hashes, slot, self.slots.capacity());
         let counters = self.slots.counters(slot);
         counters.requests += 1;
         counters.context_tokens += isl_tokens;
@@ -250,7 +251,7 @@ impl ActiveSequences {
         let count = request.private_blocks - held;
         request.private_fraction = fraction;
         let change = request.private_discount() as i64 - before as i64
-            + self.blocks.weigh(&request.hashes, request.slot, fraction);
+            + self.blocks.weigh(request.end, request.slot, fraction);
         let counters = self.slots.counters(request.slot);
         counters.blocks += u64::from(count);
         let discount = counters.discount.checked_add_signed(change);
@@ -302,8 +303,8 @@ impl ActiveSequences {
         loads.map(|(slot, load)| (usize::from(slot), load))
     }
 
-    /// Sets `counts[slot]`, for every slot, to the number of entries of `hashes` that its worker
-    /// uses now. A repeated hash counts twice.
+    /// Sets `counts[slot]`, for every slot, to the number of leading blocks of `hashes` that its
+    /// worker uses now.
     pub fn count_shared(&self, hashes: &[u64], counts: &mut Vec<u32>) {
         counts.clear();
         counts.resize(self.slots.capacity(), 0);
@@ -335,6 +336,12 @@ impl ActiveSequences {
         self.blocks.len()
     }
 
+    /// Runs that these blocks are kept as.
+    #[cfg(test)]
+    pub(crate) fn runs(&self) -> usize {
+        self.blocks.runs()
+    }
+
     /// Advances the time to `now_ms`: prompts in progress count less.
     pub fn advance(&mut self, now_ms: u64) {
         self.hear(now_ms);
@@ -360,7 +367,7 @@ impl ActiveSequences {
     fn drop_request(&mut self, place: u32) {
         let request = self.requests.remove(place);
         self.remote -= usize::from(request.is_remote);
-        let released = self.blocks.release(&request.hashes, request.slot);
+        let released = self.blocks.release(request.end, request.slot);
         let counters = self.slots.counters(request.slot);
         counters.requests -= 1;
         counters.context_tokens -= request.prompt_tokens;

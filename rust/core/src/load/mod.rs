@@ -9,6 +9,7 @@ mod active;
 mod blocks;
 mod config;
 mod decay;
+mod holders;
 pub(crate) mod recency;
 mod slots;
 

@@ -3,8 +3,8 @@
 use hashbrown::HashMap;
 use slab::Slab;
 
-use super::blocks::WHOLE;
 use super::decay::Prefills;
+use super::holders::WHOLE;
 use crate::ids::Worker;
 
 /// Maximum workers of one model; slots are 16-bit numbers.

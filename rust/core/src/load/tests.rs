@@ -47,7 +47,11 @@ impl ActiveSequences {
 const WORKER: Worker = Worker::new(1, 0);
 
 /// Cases of this area that the table does not cover yet, and why.
-const LEFT: [(&str, &str); 2] = [
+const LEFT: [(&str, &str); 3] = [
+    (
+        "dynamo/active-sequences/001",
+        "hash 4 begins one prompt and ends another: no chained hash does",
+    ),
     ("dynamo/active-sequences/004", "membership deltas: for replica sync"),
     ("dynamo/active-sequences/007", "expected prefill durations: for prefill decay"),
 ];
@@ -129,9 +133,28 @@ fn recorded_cases_hold() {
         }
         assert!(checked >= 4, "{id}: only {checked} values were compared");
     }
-    let names = ["001", "002", "005"].map(|n| format!("dynamo/active-sequences/{n}"));
+    let names = ["002", "005"].map(|n| format!("dynamo/active-sequences/{n}"));
     assert_eq!(visited, names);
     assert_eq!(left, LEFT.map(|(name, _)| name));
+}
+
+/// The left case 001, with a hash of its own for the prompt of one block.
+#[test]
+fn a_block_counts_once_however_many_requests_use_it() {
+    let mut load = table(LoadConfig { block_size: 4, ..LoadConfig::default() }, &[WORKER]);
+    let mut book = |id: u64, hashes: &[u64], overlap| {
+        let isl_tokens = 4 * hashes.len() as u64;
+        let blocks = BlockUse::Shared(hashes);
+        load.give(RequestId(id), WORKER, blocks, isl_tokens, overlap, 0).unwrap();
+        load_of(&load, WORKER).active
+    };
+    let steps = [book(1, &[1, 2, 3], 0), book(2, &[9], 0), book(3, &[1, 2, 3, 4], 4)];
+    assert_eq!(steps.map(|now| (now.blocks, now.prefill_tokens)), [(3, 12), (4, 16), (5, 16)]);
+    for (id, left) in [(2, (4, 12)), (3, (3, 12)), (1, (0, 0))] {
+        load.free(RequestId(id));
+        let now = load_of(&load, WORKER).active;
+        assert_eq!((now.blocks, now.prefill_tokens), left);
+    }
 }
 
 #[test]
@@ -273,23 +296,30 @@ struct Twin {
     workers: BTreeMap<Worker, u64>,
     requests: Vec<TwinRequest>,
     /// The count of a shared block, where it is not 1.
-    fractions: BTreeMap<(Worker, u64), f64>,
+    fractions: BTreeMap<(Worker, Path), f64>,
     bookings: u64,
 }
 
+/// A block with all blocks before it.
+type Path = Vec<u64>;
+
+fn paths(hashes: &[u64]) -> impl Iterator<Item = Path> {
+    (1..=hashes.len()).map(|len| hashes[..len].to_vec())
+}
+
 impl Twin {
-    fn entries(&self, worker: Worker) -> Vec<u64> {
+    fn entries(&self, worker: Worker) -> Vec<Path> {
         let own = self.requests.iter().filter(|request| request.worker == worker);
-        own.flat_map(|request| request.hashes.iter().copied()).collect()
+        own.flat_map(|request| paths(&request.hashes)).collect()
     }
 
     fn retain(&mut self, keep: impl FnMut(&TwinRequest) -> bool) -> usize {
         let before = self.requests.len();
         self.requests.retain(keep);
-        let held: BTreeSet<(Worker, u64)> = self
+        let held: BTreeSet<(Worker, Path)> = self
             .requests
             .iter()
-            .flat_map(|request| request.hashes.iter().map(|&hash| (request.worker, hash)))
+            .flat_map(|request| paths(&request.hashes).map(|path| (request.worker, path)))
             .collect();
         self.fractions.retain(|key, _| held.contains(key));
         before - self.requests.len()
@@ -297,8 +327,8 @@ impl Twin {
 
     fn load(&self, worker: Worker) -> WorkerLoad {
         let own: Vec<_> = self.requests.iter().filter(|r| r.worker == worker).collect();
-        let distinct: BTreeSet<u64> = self.entries(worker).into_iter().collect();
-        let shared = distinct.iter().map(|&hash| self.fractions.get(&(worker, hash)));
+        let distinct: BTreeSet<Path> = self.entries(worker).into_iter().collect();
+        let shared = distinct.into_iter().map(|path| self.fractions.get(&(worker, path)));
         let shared: f64 = shared.map(|fraction| fraction.copied().unwrap_or(1.0)).sum();
         let private: f64 = own.iter().flat_map(|request| &request.private).sum();
         let active = ActiveLoad {
@@ -314,7 +344,7 @@ impl Twin {
 
     fn shared(&self, worker: Worker, probe: &[u64]) -> u32 {
         let entries = self.entries(worker);
-        probe.iter().filter(|hash| entries.contains(hash)).count() as u32
+        paths(probe).filter(|path| entries.contains(path)).count() as u32
     }
 }
 
@@ -334,7 +364,7 @@ enum Op {
     Expire,
 }
 
-/// Prompts as chains from a small tree (blocks nest), or any entries at all (they do not).
+/// Prompts as chains from a small tree, or any entries at all, which no hash of a prompt repeats.
 fn prompt() -> impl Strategy<Value = Vec<u64>> {
     let chain = prop::collection::vec(0u64..2, 0..10).prop_map(|turns| {
         let mut chain = vec![3_u64];
@@ -533,9 +563,9 @@ impl Pair {
         request.private.fill(fraction);
         let (worker, hashes) = (request.worker, request.hashes.clone());
         let entries = self.twin.entries(worker);
-        for hash in hashes {
-            if entries.iter().filter(|&&entry| entry == hash).count() == 1 {
-                self.twin.fractions.insert((worker, hash), fraction);
+        for path in paths(&hashes) {
+            if entries.iter().filter(|&entry| *entry == path).count() == 1 {
+                self.twin.fractions.insert((worker, path), fraction);
             }
         }
     }
@@ -555,9 +585,10 @@ impl Pair {
             }
         }
         let totals = real.totals();
-        let distinct: BTreeSet<u64> =
-            twin.requests.iter().flat_map(|request| request.hashes.iter().copied()).collect();
+        let distinct: BTreeSet<Path> =
+            twin.requests.iter().flat_map(|request| paths(&request.hashes)).collect();
         assert_eq!(real.distinct_blocks(), distinct.len());
+        assert!(real.runs() <= distinct.len());
         assert_eq!(totals.blocks, wanted.iter().map(|load| load.active.blocks).sum::<u64>());
         assert_eq!(totals.requests, twin.requests.len() as u64);
     }
@@ -579,7 +610,28 @@ proptest! {
         let totals = pair.real.totals();
         prop_assert_eq!((totals.requests, totals.prefill_tokens, totals.blocks), (0, 0, 0));
         prop_assert_eq!(pair.real.distinct_blocks(), 0);
+        prop_assert_eq!(pair.real.runs(), 0);
     }
+}
+
+#[test]
+fn requests_that_end_anywhere_in_a_long_prompt_leave_it_in_one_run() {
+    let workers: Vec<Worker> = (1..=40).map(|id| Worker::new(id, 0)).collect();
+    let mut load = table(LoadConfig::default(), &workers);
+    let prompt: Vec<u64> = (1..=6_000).collect();
+    let book = |load: &mut ActiveSequences, id: u64, blocks: usize| {
+        let worker = workers[id as usize % 40];
+        load.give(RequestId(id), worker, BlockUse::Shared(&prompt[..blocks]), 1, 0, 0).unwrap();
+    };
+    book(&mut load, 0, prompt.len());
+    for id in 1..=500 {
+        book(&mut load, id, 1 + (id as usize * 1_237) % 5_999);
+    }
+    assert_eq!((load.distinct_blocks(), load.runs()), (6_000, 501));
+    for id in 1..=500 {
+        load.free(RequestId(id));
+    }
+    assert_eq!((load.distinct_blocks(), load.runs()), (6_000, 1));
 }
 
 #[test]
