@@ -45,7 +45,6 @@ _SLOW = 10
 class Answer:
     """The result of a request; without a response the status is 0, and ``error`` says why.
 
-    ``failure`` is the exception behind that ``error``.
     ``fix`` is the next step where something is there that can't be asked in this way.
     ``refused`` is the cause for which a kvflash service let the request not in, such as ``no_key``.
     ``missing`` is what a kvflash service says with status 404: ``path`` or ``entry``.
@@ -55,7 +54,6 @@ class Answer:
     status: int = 0
     body: bytes = field(default=b"", repr=False)
     error: str = ""
-    failure: Exception | None = field(default=None, repr=False)
     fix: str = ""
     refused: str = ""
     missing: str = ""
@@ -181,7 +179,7 @@ def ask(
         )
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason, fix = _reason(error, url)
-        return Answer(error=reason, failure=error, fix=fix, seconds=time.monotonic() - started)
+        return Answer(error=reason, fix=fix, seconds=time.monotonic() - started)
     finally:
         connection.close()
 

@@ -8,8 +8,11 @@ import logging
 import math
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvflash.ask import Answer, ask, samples
+import aiohttp
+
+from kvflash.ask import samples
 from kvflash.errors import ConfigError, DeadlineError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import EngineCommand
@@ -23,6 +26,7 @@ _REQUESTS = (
     *("vllm:num_requests_running", "vllm:num_requests_waiting"),
     *("sglang:num_running_reqs", "sglang:num_queue_reqs"),
 )
+_FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 _IDLE_POLL_S = 0.1
 # Routers learn within this time that the engine has left discovery; until then they may send more.
 SETTLE_S = 1.0
@@ -51,37 +55,46 @@ async def wait_until_ready(
     refuses the command's API key.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
-    while (await _get(url, "/health", command.api_key)).status != 200:
-        if not child.is_running or child.stopping.is_set():
-            return None
-        if asyncio.get_running_loop().time() > deadline:
-            raise DeadlineError(f"the engine was not healthy within {timeout_s:g} s")
-        await asyncio.sleep(_POLL_S)
-    found = _models(await _get(url, "/v1/models", command.api_key))
-    details = await _get(url, command.details, command.api_key)
-    if details.status == 200:
-        _add_details(found, command.details, details.text)
-    elif details.error:
-        logger.warning("the engine does not answer %s: %s", command.details, details.error)
+    limit = aiohttp.ClientTimeout(total=_ANSWER_S_MAX)
+    headers = _headers(command.api_key)
+    async with aiohttp.ClientSession(url, timeout=limit, headers=headers) as session:
+        while not await _is_healthy(session):
+            if not child.is_running or child.stopping.is_set():
+                return None
+            if asyncio.get_running_loop().time() > deadline:
+                raise DeadlineError(f"the engine was not healthy within {timeout_s:g} s")
+            await asyncio.sleep(_POLL_S)
+        found = await _models(session)
+        _add_details(found, command.details, await _text(session, command.details))
     return found
 
 
-async def _get(
-    url: str, path: str, api_key: str | None, timeout_s: float = _ANSWER_S_MAX
-) -> Answer:
-    return await asyncio.to_thread(ask, url, path, timeout_s=timeout_s, api_key=api_key)
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-def _models(answer: Answer) -> Found:
-    """The base model and the adapters that name it as their parent."""
-    if answer.error:
-        raise ConfigError(f"the engine does not answer /v1/models: {answer.error}")
-    if answer.status != 200:
-        is_refused = answer.status in (401, 403)
-        hint = ": set KVFLASH_WORKER_API_KEY to the engine's API key" if is_refused else ""
-        raise ConfigError(f"the engine's /v1/models answered {answer.status}{hint}")
+async def _is_healthy(session: aiohttp.ClientSession) -> bool:
     try:
-        cards = list(answer.json["data"])
+        async with session.get("/health") as response:
+            return response.status == 200
+    except _FAILURES:
+        return False
+
+
+async def _models(session: aiohttp.ClientSession) -> Found:
+    """The base model and the adapters that name it as their parent."""
+    try:
+        async with session.get("/v1/models") as response:
+            status = response.status
+            answer: Any = await response.json(content_type=None) if status == 200 else None
+    except (*_FAILURES, ValueError) as error:
+        raise ConfigError(f"the engine does not answer /v1/models: {error!r}") from error
+    if status != 200:
+        is_refused = status in (401, 403)
+        hint = ": set KVFLASH_WORKER_API_KEY to the engine's API key" if is_refused else ""
+        raise ConfigError(f"the engine's /v1/models answered {status}{hint}")
+    try:
+        cards = list(answer["data"])
         base = next((card for card in cards if not card.get("parent")), None)
         if base is None:
             raise ConfigError("the engine serves no model")
@@ -90,6 +103,15 @@ def _models(answer: Answer) -> Found:
         return Found(model_name=str(base["id"]), lora_names=names, context_length=length)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"the engine's /v1/models can't be read: {error!r}") from error
+
+
+async def _text(session: aiohttp.ClientSession, path: str) -> str:
+    try:
+        async with session.get(path) as response:
+            return await response.text() if response.status == 200 else ""
+    except _FAILURES as error:
+        logger.warning("the engine does not answer %s: %r", path, error)
+        return ""
 
 
 def _add_details(found: Found, path: str, text: str) -> None:
@@ -125,28 +147,45 @@ async def wait_until_idle(
     end_s = clock() + timeout_s
     idle_since_s: float | None = None
     has_counted = False
-    while child.is_running and (left_s := end_s - clock()) > 0:
-        answer = await _get(url, "/metrics", api_key, min(left_s, _ANSWER_S_MAX))
-        if isinstance(answer.failure, ConnectionRefusedError):
-            logger.info("the engine's HTTP server has stopped; not waiting for its requests")
-            return
-        # A busy engine may answer late, and it is the one to wait for.
-        is_late = not answer.status or answer.status >= 500
-        count = math.inf if is_late else requests_in(answer.text)
-        if count is None:
-            logger.info("the engine does not report how many requests it has; not waiting for them")
-            return
-        has_counted = has_counted or not is_late
-        if count:
-            idle_since_s = None
-        elif idle_since_s is None:
-            idle_since_s = clock()
-        elif clock() - idle_since_s >= SETTLE_S:
-            return
-        await asyncio.sleep(_IDLE_POLL_S)
+    async with aiohttp.ClientSession(url, headers=_headers(api_key)) as session:
+        while child.is_running and (left_s := end_s - clock()) > 0:
+            try:
+                count = await _requests(session, min(left_s, _ANSWER_S_MAX))
+            except _FAILURES as error:
+                cause = getattr(error, "os_error", None)
+                if isinstance(cause, ConnectionRefusedError):
+                    logger.info(
+                        "the engine's HTTP server has stopped; not waiting for its requests"
+                    )
+                    return
+                # A busy engine may answer late, and it is the one to wait for.
+                logger.debug("the engine does not answer /metrics: %r; asking again", error)
+                count = math.inf
+            if count is None:
+                logger.info(
+                    "the engine does not report how many requests it has; not waiting for them"
+                )
+                return
+            has_counted = has_counted or count < math.inf
+            if count:
+                idle_since_s = None
+            elif idle_since_s is None:
+                idle_since_s = clock()
+            elif clock() - idle_since_s >= SETTLE_S:
+                return
+            await asyncio.sleep(_IDLE_POLL_S)
     if child.is_running and idle_since_s is None and timeout_s > 0:
         did = "still had requests after" if has_counted else "did not report its requests for"
         logger.warning("the engine %s %g s (--drain-timeout); stopping it", did, timeout_s)
+
+
+async def _requests(session: aiohttp.ClientSession, timeout_s: float) -> float | None:
+    """How many requests the engine has, or None if it does not tell."""
+    limit = aiohttp.ClientTimeout(total=timeout_s)
+    async with session.get("/metrics", timeout=limit) as response:
+        if response.status >= 500:
+            response.raise_for_status()
+        return requests_in(await response.text()) if response.status == 200 else None
 
 
 def requests_in(text: str) -> float | None:

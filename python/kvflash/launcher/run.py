@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvflash.address import reachable
 from kvflash.console import LogLine, announce, log_to_stderr, refuse
@@ -14,10 +15,12 @@ from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.events import EngineEvents
 from kvflash.launcher.options import LauncherOptions, parse_options
-from kvflash.launcher.probe import Found, wait_until_idle, wait_until_ready
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
 from kvflash.runtime import DistributedRuntime, Endpoint
 from kvflash.settings import warn_of_misspelt
+
+if TYPE_CHECKING:
+    from kvflash.launcher.probe import Found
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,9 @@ async def _attend(
     endpoint: Endpoint,
     events: EngineEvents,
 ) -> int:
+    # Here, so that the HTTP client is loaded while the engine starts.
+    from kvflash.launcher.probe import wait_until_idle, wait_until_ready  # noqa: PLC0415
+
     runtime = endpoint.runtime
     url = f"http://{reachable(command.host or '', runtime.host)}:{command.port}"
     found = await wait_until_ready(url, command, child, options.ready_timeout_s)

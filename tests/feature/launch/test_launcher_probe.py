@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from kvflash import vllm
-from kvflash.ask import Answer as Told
 from kvflash.errors import ConfigError
 from kvflash.launcher import probe
 from kvflash.launcher.child import Child
@@ -148,9 +147,12 @@ def test_an_engine_without_an_http_server_is_not_waited_for() -> None:
 def test_the_log_says_no_more_than_the_engine_did(
     count: int | None, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = Told(error="TimeoutError: timed out", failure=TimeoutError("timed out"))
-    told = Told(status=200, body=f"vllm:num_requests_running {count}".encode())
-    monkeypatch.setattr(probe, "ask", lambda *_, **__: late if count is None else told)
+    async def requests(_session: object, _timeout_s: float) -> float:
+        if count is None:
+            raise asyncio.TimeoutError
+        return count
+
+    monkeypatch.setattr(probe, "_requests", requests)
     child: Any = SimpleNamespace(is_running=True)
     asyncio.run(wait_until_idle("http://127.0.0.1:1", child, 0.3))
     assert f"the engine {text} (--drain-timeout); stopping it" in caplog.text
