@@ -100,5 +100,8 @@ class Replicas:
     def worker_gone(self, instance_id: int) -> None:
         """Called when it takes no requests any more."""
 
-    def present(self, component_ids: dict[Component, set[int]]) -> None:
-        """Called with all workers in discovery, by component, after each change."""
+    def only(self, component_ids: dict[Component, set[int]]) -> None:
+        """Called when discovery has listed all workers."""
+
+    def present(self, components: set[Component]) -> None:
+        """Called with the components of the workers in discovery after each change."""

@@ -53,6 +53,8 @@ class DiscoveryWatch(Background):
         self._told: dict[int, tuple[Name, str]] = {}
         # Serving states given to the core; a worker without an entry is active.
         self._states: dict[int, str] = {}
+        # Components that this batch has compared already; each comparison costs O(all workers).
+        self._compared: set[Component] = set()
         # Workers that the core refused, with the reason; they are retried.
         self._refused: dict[Name, str] = {}
         # No worker is accepted; logged once.
@@ -87,6 +89,7 @@ class DiscoveryWatch(Background):
         One worker at a time: adding takes a while, and the worker may leave meanwhile. If it were
         removed concurrently, the outdated addition could come last and stay.
         """
+        self._compared.clear()
         for name in self._keys.take_changed():
             path, instance_id = name
             if path.endswith(f"/{LOAD_ENDPOINT}"):
@@ -104,10 +107,15 @@ class DiscoveryWatch(Background):
                 "errors above give the reasons", len(self._refused),
             )  # fmt: skip
         self._is_useless = is_useless
-        present: dict[Component, set[int]] = {}
-        for path, instance_id in self._keys.instances:
-            present.setdefault(component_of(path), set()).add(instance_id)
+        present = {component_of(path) for path, _ in self._keys.instances}
         await asyncio.to_thread(self._cluster.present, present)
+
+    async def _compare(self) -> None:
+        """Remove workers that exist only in the shared state."""
+        found: dict[Component, set[int]] = {}
+        for path, instance_id in self._keys.instances:
+            found.setdefault(component_of(path), set()).add(instance_id)
+        await asyncio.to_thread(self._cluster.only, found)
 
     async def _tell_safely(self, name: Name) -> None:
         """A worker that is refused must not hide the others."""
@@ -149,6 +157,9 @@ class DiscoveryWatch(Background):
         if told is None:
             before = self._cluster.before_worker
             await asyncio.to_thread(before, component, instance_id, events)
+            if component not in self._compared:
+                self._compared.add(component)
+                await self._compare()
             # It may have left meanwhile.
             card, instance = keys.cards.get(name), keys.instances.get(name)
             if card is None or instance is None:

@@ -199,12 +199,15 @@ class Cluster(Replicas):
         if self._sharing is not None:
             self._sharing.worker_left(instance_id)
 
-    def present(self, component_ids: dict[Component, set[int]]) -> None:
-        """Discovery lists these workers: drop those that only the state knows."""
+    def only(self, component_ids: dict[Component, set[int]]) -> None:
+        """Discovery has listed all workers: drop those that only the state knows."""
         for component, state in list(self._states.items()):
             state.keep_only(component_ids.get(component, set()))
+
+    def present(self, components: set[Component]) -> None:
+        """Discovery lists workers of these components only."""
         with self._lock:
-            self._present = set(component_ids)
+            self._present = components
 
     def leave_abandoned(self, now_s: float) -> None:
         """Follow components no longer that have had no workers for ABANDONED_S."""

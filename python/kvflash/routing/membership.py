@@ -49,7 +49,7 @@ class Membership:
         for instance_id in now - self._known:
             self.tell(self._cluster.instance_joined, self._component, instance_id)
         if not self._known:
-            self.tell(self._cluster.present, {self._component: now})
+            self.tell(self._cluster.only, {self._component: now})
         self._known = now
 
     def tell(self, call: Callable[..., None], *args: object) -> Future[None]:

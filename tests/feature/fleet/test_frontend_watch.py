@@ -79,8 +79,8 @@ class Recorder:
         self.left: list[int] = []
         self.components: set[Any] = set()
 
-    def present(self, component_ids: dict[Any, set[int]]) -> None:
-        self.components = set(component_ids)
+    def present(self, components: set[Any]) -> None:
+        self.components = components
 
     def worker_joined(self, _component: Any, instance_id: int) -> None:
         self.joined.append(instance_id)
@@ -91,7 +91,7 @@ class Recorder:
     def before_worker(self, *_told: Any) -> None:
         pass
 
-    check_events = before_worker
+    only = check_events = before_worker
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ class Alone:
     def nothing(self, *_told: Any) -> None:
         pass
 
-    worker_joined = instance_joined = worker_gone = present = follow = nothing
+    worker_joined = instance_joined = worker_gone = only = follow = nothing
 
 
 async def eventually(check: Callable[[], bool], what: str) -> None:

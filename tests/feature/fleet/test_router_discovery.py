@@ -38,7 +38,7 @@ class Alone:
     def worker_left(self, *_told: Any) -> None:
         pass
 
-    worker_joined = instance_joined = worker_gone = present = worker_left
+    worker_joined = instance_joined = worker_gone = only = worker_left
 
 
 class Registry:
