@@ -297,20 +297,22 @@ class EtcdDiscovery(Discovery):
         )
         await self._log_in()
         async with (await self._opened()).post(
-            f"{url}/v3/watch",
-            json=body,
-            headers=self._headers(),
-            timeout=timeout,
-            # A line may be twice as long.
-            read_bufsize=MESSAGE_BYTES_MAX // 2,
+            f"{url}/v3/watch", json=body, headers=self._headers(), timeout=timeout
         ) as response:
-            async for line in response.content:
-                result = _checked(json.loads(line), response.status).get("result", {})
-                if result.get("canceled"):
-                    raise TransportError(f"etcd ended it: {result.get('cancel_reason')}")
-                for event in result.get("events", []):
-                    key, value = _pair(event["kv"])
-                    yield key, None if event.get("type") == "DELETE" else value
+            rest = bytearray()
+            async for data in response.content.iter_any():
+                rest += data
+                *lines, tail = rest.split(b"\n")
+                rest = bytearray(tail)
+                if len(rest) > MESSAGE_BYTES_MAX:
+                    raise TransportError(f"a message has more than {MESSAGE_BYTES_MAX} bytes")
+                for line in lines:
+                    result = _checked(json.loads(line), response.status).get("result", {})
+                    if result.get("canceled"):
+                        raise TransportError(f"etcd ended it: {result.get('cancel_reason')}")
+                    for event in result.get("events", []):
+                        key, value = _pair(event["kv"])
+                        yield key, None if event.get("type") == "DELETE" else value
         raise TransportError(f"{url} closed the connection")
 
     def _forget(self, watch: Watch) -> None:
