@@ -229,6 +229,8 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
         yield f"{decision['expected_cached_tokens']} tokens are expected to come from its cache"
     yield ""
     yield from _candidates(decision.get("candidates") or [], worker, is_by_cost=is_by_cost)
+    if decision.get("candidates_left_out"):
+        yield f"{decision['candidates_left_out']} costlier candidates were not kept"
 
 
 def _candidates(

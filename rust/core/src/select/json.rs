@@ -7,7 +7,7 @@ use super::record::{CandidateRecord, Record};
 use crate::policy::{AUTO, Policy};
 
 impl Record {
-    /// The decision with every candidate's terms, without the outcome.
+    /// The decision with the terms of the candidates that it keeps, without the outcome.
     pub fn decision(&self) -> Value {
         let candidates = self.candidates();
         json!({
@@ -33,6 +33,7 @@ impl Record {
                 "from": from, "by": by.name(), "because": "draining",
             })),
             "candidates": candidates.iter().map(|one| self.candidate(one)).collect::<Vec<_>>(),
+            "candidates_left_out": self.seen.left_out,
         })
     }
 

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use super::ask::{Ask, Pin};
 use super::config::Overlap;
 use super::draining::{Diverted, Wanted};
-use super::record::{Outcome, Record, Seen, Selection, told};
+use super::record::{Outcome, Record, Seen, Selection, kept, told};
 use super::selector::Selector;
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
 use crate::index::{Match, Matches};
-use crate::policy::{AUTO, Decision, Policy};
+use crate::policy::{AUTO, Candidate, Choice, Decision, Policy};
 
 /// Logs a decision; a macro, because a line's level must be static.
 macro_rules! log_decision {
@@ -81,23 +81,41 @@ impl Selector {
         }
     }
 
+    /// The decision with at most `most` of its candidates, and as many that were skipped.
     pub(super) fn record(
         &self,
         request_id: &str,
         ask: &Ask<'_>,
         decision: &Decision<'_>,
         matches: &Matches,
+        most: usize,
     ) -> Record {
+        let Decision { candidates, costs, choice, .. } = *decision;
+        let passed_over = &decision.passed_over[..decision.passed_over.len().min(most)];
+        let kept = kept(costs, choice.index, most);
+        let left_out =
+            candidates.len() - kept.len() + decision.passed_over.len() - passed_over.len();
+        let open: Box<[Candidate]> = kept.iter().map(|&at| candidates[at]).collect();
+        // Both lists are in worker order.
+        let is_kept = |worker: Worker| {
+            left_out == 0
+                || open.binary_search_by_key(&worker, |one| one.worker).is_ok()
+                || passed_over.binary_search_by_key(&worker, |(one, _)| one.worker).is_ok()
+        };
         let credits = self.reuse.credits();
         let credits = credits.iter().flat_map(|low| low.iter());
+        let credits = credits.map(|(worker, credit)| (*worker, *credit));
+        let found = matches.as_slice().iter().copied();
         let seen = Seen {
-            open: decision.candidates.into(),
-            costs: decision.costs.into(),
-            passed_over: decision.passed_over.into(),
-            found: matches.as_slice().into(),
-            credits: credits.map(|(worker, credit)| (*worker, *credit)).collect(),
+            costs: kept.iter().map(|&at| costs[at]).collect(),
+            passed_over: passed_over.into(),
+            found: found.filter(|found| is_kept(found.worker)).collect(),
+            credits: credits.filter(|(worker, _)| is_kept(*worker)).collect(),
             is_predicted: self.is_predicted(),
+            left_out,
+            open,
         };
+        let index = kept.binary_search(&choice.index).expect("the chosen one is kept");
         Record {
             request_id: request_id.into(),
             model: Arc::clone(&self.name),
@@ -106,7 +124,7 @@ impl Selector {
             policy: self.decided_by(decision),
             instead_of: self.replaced(decision),
             worker: decision.worker,
-            choice: decision.choice,
+            choice: Choice { index, ..choice },
             seed: decision.seed,
             request: decision.request,
             prompt_source: ask.prompt.source,

@@ -98,10 +98,14 @@ pub struct CandidateRecord {
     pub is_draining: bool,
 }
 
+/// Candidates that a past decision keeps: the cheapest, and as many that were skipped. With all of
+/// 2,000 workers, a decision would take 200 KiB and a journal would hold few.
+pub(super) const CANDIDATES_KEPT: usize = 64;
+
 /// What a decision read of the workers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Seen {
-    /// Candidates that were neither busy nor draining.
+    /// Candidates that were neither busy nor draining, in worker order.
     pub open: Box<[Candidate]>,
     /// The cost of each of these.
     pub costs: Box<[CandidateCost]>,
@@ -113,6 +117,22 @@ pub(super) struct Seen {
     pub credits: Box<[(Worker, f64)]>,
     /// There are no events: an overlap is a prediction.
     pub is_predicted: bool,
+    /// Candidates that are in neither list.
+    pub left_out: usize,
+}
+
+/// The chosen and the cheapest of candidates with these costs, at most `most`; in their order.
+pub(super) fn kept(costs: &[CandidateCost], chosen: usize, most: usize) -> Vec<usize> {
+    let mut kept: Vec<usize> = (0..costs.len()).collect();
+    if kept.len() > most {
+        kept.select_nth_unstable_by(most - 1, |&a, &b| costs[a].cost.total_cmp(&costs[b].cost));
+        kept.truncate(most);
+        if !kept.contains(&chosen) {
+            kept[most - 1] = chosen;
+        }
+        kept.sort_unstable();
+    }
+    kept
 }
 
 impl Seen {
@@ -177,12 +197,12 @@ pub struct Record {
 }
 
 impl Record {
-    /// All candidates, skipped ones last.
+    /// The candidates that it keeps, skipped ones last.
     ///
     /// # Cost
     /// O(candidates), and sorting what the index found.
     pub fn candidates(&self) -> Vec<CandidateRecord> {
-        let Seen { open, costs, passed_over, found, credits, is_predicted } = &self.seen;
+        let Seen { open, costs, passed_over, found, credits, is_predicted, .. } = &self.seen;
         let mut found: Vec<&Match> = found.iter().collect();
         found.sort_unstable_by_key(|found| found.worker);
         let credits: HashMap<Worker, f64> = credits.iter().copied().collect();

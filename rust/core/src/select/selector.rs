@@ -13,8 +13,7 @@ use super::draining::DrainTable;
 use super::engines::EngineTable;
 use super::manual::Manual;
 use super::outbox::{BookingName, Outbox, Tiding};
-use super::record::Journal;
-use super::record::{Record, Selection};
+use super::record::{CANDIDATES_KEPT, Journal, Record, Selection};
 use super::remote::Remote;
 use super::reservation::{Growth, Line, Reservation};
 use super::reuse::ReuseTable;
@@ -249,7 +248,13 @@ impl Selector {
             self.predict(ask, &selection);
             reservation.line = ask.request_id.filter(|_| self.journal.is_on()).map(|id| Line {
                 journal: Arc::clone(&self.journal),
-                number: self.journal.push(self.record(id, ask, &decision, matches)),
+                number: self.journal.push(self.record(
+                    id,
+                    ask,
+                    &decision,
+                    matches,
+                    CANDIDATES_KEPT,
+                )),
                 has_first_token: AtomicBool::new(false),
             });
             reservation.told = self.outbox.is_on().then(|| {
@@ -272,7 +277,7 @@ impl Selector {
         self.with_known(&Ask { waits: false, ..*ask }, |ask, matches, considered| {
             let decision = self.router.preview(ask, considered)?;
             let id = ask.request_id.unwrap_or_default();
-            let record = self.record(id, ask, &decision, matches);
+            let record = self.record(id, ask, &decision, matches, usize::MAX);
             Ok((self.selection(&decision, matches), record))
         })
     }

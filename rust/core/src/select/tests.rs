@@ -650,6 +650,33 @@ fn a_decision_is_kept_with_all_that_went_into_it_and_what_came_of_it() {
 }
 
 #[test]
+fn of_a_large_fleet_a_past_decision_keeps_the_chosen_and_the_cheapest_candidates() {
+    let bench = plain(200);
+    let tokens: Vec<u32> = (0..16).collect();
+    // The workers from 120 on are the cheapest.
+    (120..200).for_each(|id| bench.store(worker(id), Tier::Device, &tokens[..12]));
+    bench.store(worker(150), Tier::Device, &tokens);
+    let prompt = bench.prompt(&tokens);
+    let ask = Ask { request_id: Some("r"), ..Ask::new(&prompt) };
+    let (_, all) = bench.selector.preview(&ask).unwrap();
+    assert_eq!(all.candidates().len(), 200);
+    assert_eq!(all.decision()["candidates_left_out"], 0);
+    let (held, _) = bench.selector.select(&ask).unwrap();
+    let record = &bench.selector.journal.find("r")[0];
+    let kept = record.candidates();
+    assert_eq!((kept.len(), record.decision()["candidates_left_out"].clone()), (64, 136.into()));
+    assert!(kept.iter().all(|one| one.terms.worker >= worker(120) && one.device_blocks >= 3));
+    let chosen = &kept[record.choice.index];
+    assert_eq!((chosen.terms.worker, chosen.device_blocks), (worker(150), 4));
+    drop(held);
+    // The costliest is kept where it was chosen.
+    let costs = [3.0, 1.0, 2.0, 4.0].map(|cost| CandidateCost { cost, ..Default::default() });
+    assert_eq!(record::kept(&costs, 3, 2), [1, 3]);
+    assert_eq!(record::kept(&costs, 2, 2), [1, 2]);
+    assert_eq!(record::kept(&costs, 0, 4), [0, 1, 2, 3]);
+}
+
+#[test]
 fn a_decision_names_the_policy_that_made_it() {
     let desk = Arc::new(Desk::new("python:mine", 5, Interests::default()));
     let policies = Policies { active: Arc::new(Outside::new(desk)), ..Policies::default() };
