@@ -10,6 +10,7 @@ import pytest
 
 from kvflash import ClosedError, DistributedRuntime, TransportError
 from kvflash.discovery import Lease, MemoryDiscovery
+from kvflash.discovery.announcer import Announcer
 from kvflash.runtime import distributed, nats
 from kvflash.runtime.frame import Request
 from kvflash.runtime.limits import RuntimeLimits
@@ -125,6 +126,38 @@ def test_a_lease_that_is_granted_during_the_shutdown_is_revoked() -> None:
         discovery.gate.set()
         with pytest.raises(ClosedError):
             await announcing
+        assert await discovery.get_prefix("") == {}
+
+    run(scenario())
+
+
+def test_a_runtime_that_is_shut_down_asks_for_no_lease() -> None:
+    async def scenario() -> None:
+        discovery = Gated()
+        discovery.gate.set()
+        runtime = DistributedRuntime(discovery)
+        await runtime.close()
+        with pytest.raises(ClosedError, match="the runtime is shut down"):
+            await runtime.endpoint(ENDPOINT).serve_endpoint(handle)
+        assert not discovery.is_asked.is_set()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("has_lease", [False, True])
+def test_a_closed_announcer_has_no_lease(has_lease: bool) -> None:
+    async def scenario() -> None:
+        discovery = Gated()
+        discovery.gate.set()
+        announcer = Announcer(discovery, "it")
+        if has_lease:
+            await announcer.announce("a", b"1")
+            discovery.is_asked.clear()
+        await announcer.close()
+        for asking in (announcer.lease(), announcer.announce("a", b"2")):
+            with pytest.raises(ClosedError, match="it is no longer announced"):
+                await asking
+        assert not discovery.is_asked.is_set()
         assert await discovery.get_prefix("") == {}
 
     run(scenario())

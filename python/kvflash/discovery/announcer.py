@@ -91,8 +91,9 @@ class Announcer:
             raise
 
     async def lease(self) -> Lease:
-        """The lease, granted by the first call; ClosedError if it is closed meanwhile."""
+        """The lease, granted by the first call; ClosedError if it is closed before or meanwhile."""
         async with self._granting:
+            self._check_open()
             return self._lease or await self._grant()
 
     async def close(self) -> None:
@@ -113,10 +114,14 @@ class Announcer:
         if self._is_closed:
             # It was closed meanwhile and knows nothing of this lease.
             await lease.revoke()
-            raise ClosedError(f"{self._what} is no longer announced")
+        self._check_open()
         self._lease = lease
         self._keeper = asyncio.get_running_loop().create_task(self._keep(lease))
         return lease
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"{self._what} is no longer announced")
 
     async def _keep(self, lease: Lease) -> None:
         """Announce everything again after the lease is lost."""

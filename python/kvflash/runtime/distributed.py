@@ -183,6 +183,7 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
             path, handler, requests_max=requests_max, is_graceful=is_graceful
         )
         try:
+            self._check_running()
             await self._announcer.lease()
             server = await self.server()
             transport = await server.open(path)
