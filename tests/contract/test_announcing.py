@@ -10,6 +10,7 @@ import pytest
 
 from kvflash import DistributedRuntime, TransportError
 from kvflash.discovery import Lease, MemoryDiscovery, announcer
+from kvflash.discovery.announcer import Announcer
 from support_runtime import eventually, run
 
 ENDPOINT = "t.workers.run"
@@ -277,5 +278,36 @@ def test_a_key_that_cannot_be_deleted_keeps_no_other(monkeypatch: pytest.MonkeyP
                 return set(await discovery.get_prefix("")) == {"a"}
 
             await eventually(is_left_alone, "all others to be deleted")
+
+    run(scenario())
+
+
+def test_a_closed_announcer_leaves_no_attempt_behind() -> None:
+    class Stubborn(MemoryDiscovery):
+        """Fails when it is cancelled, as asyncio.wait_for may before Python 3.12."""
+
+        def __init__(self) -> None:
+            super().__init__(is_shared=False)
+            self.is_asked = asyncio.Event()
+            self.puts = 0
+
+        async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+            self.puts += 1
+            self.is_asked.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise TransportError("it is away") from None
+
+    async def scenario() -> None:
+        discovery = Stubborn()
+        announcer = Announcer(discovery, "it")
+        announcer.announce_soon("a", b"1")
+        await discovery.is_asked.wait()
+        tasks = [announcer._keeper, announcer._settler]
+        await announcer.close()
+        assert all(task is not None and task.done() for task in tasks)
+        assert not discovery._leases
+        assert discovery.puts == 1
 
     run(scenario())

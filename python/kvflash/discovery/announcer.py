@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 
+from kvflash.background import cancel
 from kvflash.discovery.base import LEASE_TTL_S, Discovery, Lease
 from kvflash.errors import ClosedError, KvflashError
 from kvflash.outage import Outage
@@ -99,15 +100,16 @@ class Announcer:
     async def close(self) -> None:
         """Delete all keys, within LEAVE_TIMEOUT_S; if that fails, they end with the lease."""
         self._is_closed = True
-        for task in (self._keeper, self._settler):
-            if task is not None:
-                task.cancel()
-        if self._lease is None:
-            return
         try:
-            await asyncio.wait_for(self._lease.revoke(), LEAVE_TIMEOUT_S)
+            await asyncio.wait_for(self._leave(), LEAVE_TIMEOUT_S)
         except (KvflashError, OSError, asyncio.TimeoutError) as error:
             logger.warning("%s could not withdraw its lease: %s", self._what, error)
+
+    async def _leave(self) -> None:
+        # First, so that neither of them puts a key or asks for a lease after this.
+        await cancel([task for task in (self._keeper, self._settler) if task is not None])
+        if self._lease is not None:
+            await self._lease.revoke()
 
     async def _grant(self) -> Lease:
         lease = await self._discovery.lease(self._ttl_s, lease_id=self._lease_id)
@@ -158,6 +160,8 @@ class Announcer:
         while self._unsettled:
             self._lease_lost.clear()
             failure = await self._try_all()
+            if self._is_closed:
+                return
             if failure is not None:
                 text = f"can't announce {self._what}: {failure}; trying again"
                 outage.lasts(text, kind=type(failure))
