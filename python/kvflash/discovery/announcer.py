@@ -97,13 +97,18 @@ class Announcer:
             self._check_open()
             return self._lease or await self._grant()
 
-    async def close(self) -> None:
-        """Delete all keys, within LEAVE_TIMEOUT_S; if that fails, they end with the lease."""
+    async def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+        """Delete all keys, within ``timeout_s``; if that fails, they end with the lease."""
         self._is_closed = True
         try:
-            await asyncio.wait_for(self._leave(), LEAVE_TIMEOUT_S)
+            await asyncio.wait_for(self._leave(), timeout_s)
         except (KvflashError, OSError, asyncio.TimeoutError) as error:
-            logger.warning("%s could not withdraw its lease: %s", self._what, error)
+            # A TimeoutError has no text.
+            why = str(error) or type(error).__name__
+            text = (
+                "%s could not withdraw its lease within %g s (%s); the lease will expire by itself"
+            )
+            logger.warning(text, self._what, timeout_s, why)
 
     async def _leave(self) -> None:
         # First, so that neither of them puts a key or asks for a lease after this.

@@ -24,6 +24,8 @@ _TICK_S = 0.05
 _RETRY_S = 0.5
 # Pause between two attempts to connect.
 _CONNECT_S = 2.0
+# A service stops within this time while discovery does not answer.
+_LEAVE_TIMEOUT_S = 2.0
 
 
 class ReplicaSyncService(Background):
@@ -47,7 +49,8 @@ class ReplicaSyncService(Background):
     ) -> None:
         # Below 2^63, so that every JSON reader accepts it.
         self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, bookings, local_of)
-        self._prefix = f"v1/replica_sync/{namespace}/{component}/"
+        self._place = f"{namespace}/{component}"
+        self._prefix = f"v1/replica_sync/{self._place}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._has_strangers = False
         super().__init__(
@@ -70,7 +73,7 @@ class ReplicaSyncService(Background):
 
     async def _share(self, outage: Outage) -> None:
         discovery = self._open_discovery()
-        announcer = Announcer(discovery, "this router")
+        announcer = Announcer(discovery, f"the router of replica sync in {self._place}")
         channel: Channel | None = None
         try:
             channel = await self._open_channel(discovery)
@@ -88,7 +91,7 @@ class ReplicaSyncService(Background):
         finally:
             if channel is not None:
                 await channel.close()
-            await announcer.close()
+            await announcer.close(_LEAVE_TIMEOUT_S)
             with contextlib.suppress(KvflashError):
                 await discovery.close()
 
@@ -118,7 +121,7 @@ class ReplicaSyncService(Background):
             logger.warning(
                 "replica sync: %d router(s) of %s share load over %s, but this one uses %s, so "
                 "they do not count each other's requests; use the same --event-plane everywhere",
-                strangers, self._prefix.split("/", 2)[2].strip("/"), other, own,
+                strangers, self._place, other, own,
             )  # fmt: skip
         self._has_strangers = strangers > 0
 

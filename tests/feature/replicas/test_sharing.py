@@ -14,7 +14,14 @@ import pytest
 
 from kvflash._core import Router
 from kvflash.cluster_flags import ClusterFlags
-from kvflash.discovery import FileDiscovery, Lease, MemoryDiscovery, announcer, open_discovery
+from kvflash.discovery import (
+    FileDiscovery,
+    Lease,
+    MemoryDiscovery,
+    announcer,
+    etcd,
+    open_discovery,
+)
 from kvflash.discovery.base import Discovery
 from kvflash.errors import TransportError
 from kvflash.routing import sync_service
@@ -163,7 +170,8 @@ def test_a_router_that_cannot_be_announced_keeps_one_lease(
     try:
         until(lambda: full.attempts > 2, "further attempts")
         assert len(full._leases) == 1
-        assert caplog.text.count("can't announce this router: there is no room") == 1
+        assert caplog.text.count("there is no room") == 1
+        assert "can't announce the router of replica sync in ns/backend: there" in caplog.text
         full.has_room = True
         until(lambda: router.sync._listed == {router.sync.router_id}, "it to be listed")
         assert len(full._leases) == 1
@@ -223,6 +231,32 @@ def test_sharing_is_retried_after_any_error(
     traces = [record for record in caplog.records if record.exc_info]
     assert {record.levelno for record in traces} == {logging.DEBUG}
     assert "RuntimeError: unforeseen" in caplog.text
+
+
+def test_stopping_waits_briefly_for_a_discovery_that_hangs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No longer than etcd's discovery waits when it is closed.
+    assert sync_service._LEAVE_TIMEOUT_S <= etcd.REVOKE_TIMEOUT_S
+    monkeypatch.setattr(sync_service, "_LEAVE_TIMEOUT_S", 0.01)
+
+    class Hanging(MemoryDiscovery):
+        async def _revoke(self, lease: Lease) -> None:
+            if self._leases.pop(lease, None) is not None:
+                await asyncio.Event().wait()
+
+    sharing = Sharing(Router().bookings, open_discovery=lambda: Hanging(is_shared=False))
+    sharing.worker_joined(COMPONENT, 7)
+    (service,) = sharing._services.values()
+    try:
+        until(lambda: service.sync._listed == {service.sync.router_id}, "it to be listed")
+    finally:
+        sharing.stop()
+    told = [record.getMessage() for record in caplog.records if "lease" in record.getMessage()]
+    assert told == [
+        "the router of replica sync in ns/backend could not withdraw its lease within 0.01 s "
+        "(TimeoutError); the lease will expire by itself"
+    ]
 
 
 def test_stopping_does_not_wait_for_servers_that_are_away() -> None:
