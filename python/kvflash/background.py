@@ -149,12 +149,17 @@ class Background:
         """Schedule a call in its loop, from any thread."""
         self._loop.call_soon_threadsafe(call)
 
+    def stop_soon(self) -> None:
+        """Begin to stop it, and return at once; :meth:`stop` is still to be called."""
+        if self._done is not None:
+            self._loop.call_soon_threadsafe(self.ending.set)
+
     def stop(self) -> None:
         """Stop it; blocks until done. Without effect before the start and after the end."""
         if (done := self._done) is None:
             return
+        self.stop_soon()
         self._done = None
-        self._loop.call_soon_threadsafe(self.ending.set)
         wait([done], STOP_TIMEOUT_S if self._is_cancelled else None)
         _THREAD.leave()
 

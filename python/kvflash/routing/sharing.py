@@ -70,6 +70,9 @@ class Sharing:
             self._thread.join()
         with self._lock:
             services = list(self._services.values())
+        # Side by side: while discovery does not answer, each needs seconds.
+        for service in services:
+            service.stop_soon()
         for service in services:
             service.stop()
 

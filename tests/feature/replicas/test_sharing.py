@@ -259,6 +259,34 @@ def test_stopping_waits_briefly_for_a_discovery_that_hangs(
     ]
 
 
+def test_components_are_left_side_by_side(caplog: pytest.LogCaptureFixture) -> None:
+    places = [COMPONENT, ("ns", "other")]
+    leaving, are_all = list[Lease](), asyncio.Event()
+
+    class Waiting(MemoryDiscovery):
+        """Revokes a lease once all components want to."""
+
+        async def _revoke(self, lease: Lease) -> None:
+            if lease in self._leases:
+                leaving.append(lease)
+                if len(leaving) == len(places):
+                    are_all.set()
+                await are_all.wait()
+            await super()._revoke(lease)
+
+    sharing = Sharing(Router().bookings, open_discovery=lambda: Waiting(is_shared=False))
+    try:
+        for number, place in enumerate(places):
+            sharing.worker_joined(place, number)
+        services = [service.sync for service in sharing._services.values()]
+        until(lambda: all(sync._listed == {sync.router_id} for sync in services), "the listing")
+    finally:
+        sharing.stop()
+    assert len(leaving) == len(places)
+    assert "could not withdraw" not in caplog.text
+    sharing.stop()
+
+
 def test_stopping_does_not_wait_for_servers_that_are_away() -> None:
     def discovery() -> Discovery:
         raise TransportError("it is away")
