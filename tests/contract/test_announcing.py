@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -278,6 +279,49 @@ def test_a_key_that_cannot_be_deleted_keeps_no_other(monkeypatch: pytest.MonkeyP
                 return set(await discovery.get_prefix("")) == {"a"}
 
             await eventually(is_left_alone, "all others to be deleted")
+
+    run(scenario())
+
+
+def test_the_log_names_the_key_that_is_not_up_to_date(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, announcer.__name__)
+    monkeypatch.setattr(announcer, "PAUSE_S", (0.0, 0.0))
+
+    async def scenario() -> None:
+        discovery = Shaky()
+        made = Announcer(discovery, "instance 7")
+        await made.announce("a", b"1")
+
+        async def fails_at(key: str) -> None:
+            text = f"can't update the announcements of instance 7: {key}it is away; trying again"
+
+            async def is_told() -> bool:
+                return [record.getMessage() for record in caplog.records] == [text]
+
+            await eventually(is_told, text)
+            discovery.is_away = False
+            await eventually(lambda: _done(made._settler), "the attempts to end")
+            back = "the announcements of instance 7 are up to date after at least "
+            assert caplog.messages[1].startswith(back)
+            assert len(caplog.messages) == 2
+            caplog.clear()
+
+        discovery.is_away = True
+        with pytest.raises(TransportError):
+            await made.withdraw("a")
+        await fails_at("a: ")
+        discovery.is_away = True
+        made.announce_soon("b", b"1")
+        await fails_at("b: ")
+        await made.close()
+        # Without a lease no key is tried.
+        discovery.is_away = True
+        made = Announcer(discovery, "instance 7")
+        made.announce_soon("c", b"1")
+        await fails_at("")
+        await made.close()
 
     run(scenario())
 

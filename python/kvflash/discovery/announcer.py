@@ -161,22 +161,23 @@ class Announcer:
     async def _settle_all(self) -> None:
         """Settle keys until none is left, under a new lease if the last one is lost."""
         pause_s, pause_s_max = PAUSE_S
-        outage = Outage(logger, f"{self._what} is announced")
+        outage = Outage(logger, f"the announcements of {self._what} are up to date")
         while self._unsettled:
             self._lease_lost.clear()
             failure = await self._try_all()
             if self._is_closed:
                 return
             if failure is not None:
-                text = f"can't announce {self._what}: {failure}; trying again"
-                outage.lasts(text, kind=type(failure))
+                where, error = failure
+                text = f"can't update the announcements of {self._what}: {where}{error}"
+                outage.lasts(f"{text}; trying again", kind=type(error))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._lease_lost.wait(), pause_s)
                 pause_s = min(pause_s * 2, pause_s_max)
         outage.ends()
 
-    async def _try_all(self) -> Exception | None:
-        """Try to settle each key once; returns why one was not settled.
+    async def _try_all(self) -> tuple[str, Exception] | None:
+        """Try to settle each key once; returns which one was not settled, and why.
 
         It raises nothing: a worker without announcements would get no requests.
         """
@@ -186,14 +187,14 @@ class Announcer:
             if lease.lost.is_set():
                 await self._grant()
         except Exception as error:
-            return error
-        failure = None
+            return "", error
+        failure: tuple[str, Exception] | None = None
         # In the order of their announcement: a model card precedes its instance.
         for key in [*self.keys, *(self._unsettled - self.keys.keys())]:
             try:
                 await self._settle(key)
             except Exception as error:
-                failure = error
+                failure = f"{key}: ", error
                 # One key that can't be deleted keeps no other.
                 if key in self.keys:
                     break

@@ -171,7 +171,9 @@ def test_a_router_that_cannot_be_announced_keeps_one_lease(
         until(lambda: full.attempts > 2, "further attempts")
         assert len(full._leases) == 1
         assert caplog.text.count("there is no room") == 1
-        assert "can't announce the router of replica sync in ns/backend: there" in caplog.text
+        key = f"v1/replica_sync/ns/backend/{router.sync.router_id}"
+        told = f"the announcements of the router of replica sync in ns/backend: {key}: there is"
+        assert told in caplog.text
         full.has_room = True
         until(lambda: router.sync._listed == {router.sync.router_id}, "it to be listed")
         assert len(full._leases) == 1
