@@ -22,16 +22,22 @@ class Outage:
         self._said_s = 0.0
         self._kind: object = None
 
-    def lasts(self, message: str, *, kind: object = None) -> None:
-        """An attempt failed: warn, unless the same kind of failure was logged recently."""
+    def lasts(
+        self, message: str, *, kind: object = None, unexpected: BaseException | None = None
+    ) -> None:
+        """An attempt failed: warn, unless the same kind of failure was logged recently.
+
+        The first warning of a kind has the traceback of an ``unexpected`` error.
+        """
         now = time.monotonic()
         self._show(message)
+        is_new = self._began_s is None or kind != self._kind
         if self._began_s is None:
             self._began_s = now
-        elif kind == self._kind and now - self._said_s < REMIND_S:
+        elif not is_new and now - self._said_s < REMIND_S:
             return
         self._said_s, self._kind = now, kind
-        self._logger.warning("%s", message)
+        self._logger.warning("%s", message, exc_info=unexpected if is_new else None)
 
     def ends(self) -> None:
         """An attempt succeeded."""

@@ -326,6 +326,35 @@ def test_the_log_names_the_key_that_is_not_up_to_date(
     run(scenario())
 
 
+def test_an_unexpected_error_is_logged_once_with_its_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "PAUSE_S", (0.0, 0.0))
+    failures: list[Exception] = [TransportError(), KeyError("x"), KeyError("x")]
+
+    class Broken(MemoryDiscovery):
+        async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+            if failures:
+                raise failures.pop()
+            await super().put(key, value, lease)
+
+    async def scenario() -> None:
+        discovery = Broken(is_shared=False)
+        made = Announcer(discovery, "instance 7")
+        made.announce_soon("a", b"1")
+        await eventually(lambda: _done(made._settler), "the attempts to end")
+        assert await discovery.get_prefix("") == {"a": b"1"}
+        await made.close()
+
+    run(scenario())
+    text = "can't update the announcements of instance 7: a: {}; trying again"
+    assert [(record.getMessage(), bool(record.exc_info)) for record in caplog.records] == [
+        (text.format("KeyError('x')"), True),
+        (text.format("TransportError()"), False),
+    ]
+    assert "in put" in caplog.text
+
+
 def test_a_closed_announcer_leaves_no_attempt_behind() -> None:
     class Stubborn(MemoryDiscovery):
         """Fails when it is cancelled, as asyncio.wait_for may before Python 3.12."""

@@ -40,3 +40,21 @@ def test_an_outage_is_told_once_then_now_and_then_and_its_end(
     ]
     # Every failure is shown, whether logged or not.
     assert (shown[:2], shown[-3:]) == (["away at 1", "away at 2"], ["refused", "", "away again"])
+
+
+def test_the_traceback_of_an_unexpected_error_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("kvflash.outage.time", SimpleNamespace(monotonic=lambda: now[0]))
+    outage = Outage(logging.getLogger("kvflash"), "it answers again")
+    error = KeyError("x")
+    outage.lasts("away", kind=OSError)
+    outage.lasts("broken", kind=KeyError, unexpected=error)
+    now[0] += REMIND_S
+    outage.lasts("still broken", kind=KeyError, unexpected=error)
+    assert [(record.message, bool(record.exc_info)) for record in caplog.records] == [
+        ("away", False),
+        ("broken", True),
+        ("still broken", False),
+    ]
