@@ -18,9 +18,9 @@ import pytest
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig
 from kvflash.discovery import open_discovery
 from service import Process, until
+from support_cluster import TOKENIZER
 from support_frontend import COMPLETIONS, Answer, Call, FrontendProcess, ask
 
-TINY_LLAMA = Path(__file__).parents[2] / "vectors" / "tiny-llama"
 BLOCK = 16
 BACKEND, PREFILL = "tests.backend.generate", "tests.prefill.generate"
 
@@ -44,7 +44,7 @@ class Cluster:
         """Start a mocker with so many workers; their ids, once all frontends know them."""
         process = Process(
             "kvflash.mocker", "--endpoint", endpoint, "--num-workers", str(count), "--model-name",
-            "m", "--block-size", str(BLOCK), "--tokenizer", str(TINY_LLAMA), "--speedup-ratio",
+            "m", "--block-size", str(BLOCK), "--tokenizer", str(TOKENIZER), "--speedup-ratio",
             str(speedup), "--log-level", "error", *flags, env=self.env,
         )  # fmt: skip
         self.mockers.append(process)
