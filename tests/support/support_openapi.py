@@ -93,7 +93,15 @@ def check_answers(url: str, cwd: Path, hooks: str, *flags: str) -> Conformed:
         *("--max-examples", str(EXAMPLES), "--seed", "1", "--generation-deterministic"),
         *("--checks", "all", "--warnings", "off", "--continue-on-failure", *flags),
     ]
-    env = {**os.environ, "SCHEMATHESIS_HOOKS": hooks, "PYTHONPATH": str(SUPPORT)}
+    env = {
+        **os.environ,
+        # Worked out once, not for each run: which characters there are.
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(ROOT / ".hypothesis"),
+        # Otherwise all variables are searched for a proxy at each request.
+        "no_proxy": "127.0.0.1",
+        "PYTHONPATH": str(SUPPORT),
+        "SCHEMATHESIS_HOOKS": hooks,
+    }
     done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
     tested = re.search(r"Tested: (\d+)", done.stdout)
