@@ -259,10 +259,15 @@ def test_registrations_that_flap_lose_no_request(frontend: EmbeddedFrontend) -> 
     statuses: list[int] = []
     done = threading.Event()
 
+    flaps = 0
+
     def flap(worker: FakeWorker) -> None:
-        while not done.is_set():
+        nonlocal flaps
+        # A pause: without one the requests would mostly wait for this thread.
+        while not done.wait(0.001):
             frontend.put(worker)
             frontend.core.remove_worker(worker.id)
+            flaps += 1
 
     with workers(frontend, FakeWorker(31)), FakeWorker(32) as flapping:
         thread = threading.Thread(target=flap, args=(flapping,))
@@ -275,6 +280,7 @@ def test_registrations_that_flap_lose_no_request(frontend: EmbeddedFrontend) -> 
             done.set()
             thread.join()
         assert statuses == [200] * 40
+        assert flaps > 10
         frontend.wait_idle()
         assert frontend.outcomes() == {"complete": 40}
 
