@@ -35,10 +35,11 @@ PACKAGES = (
     "kvflash.mocker.worker",
     "kvflash.router.service",
     "kvflash.runtime.distributed",
+    "kvflash.vllm",
     "tiny_llama",
 )
 # Not in every environment that runs tests: the clients' own has no NATS.
-OPTIONAL = ("nats.aio.client",)
+OPTIONAL = ("nats.aio.client", "kvflash.runtime.nats", "kvflash.state.attach")
 # Read by the interpreter, the loader or an import, so before a forked process has its own.
 READ_AT_START = ("LD_", "PYTHON", "SSL_", "FAKETIME", "DONT_FAKE", "NO_FAKE")
 # But this one takes effect later, too.
@@ -50,9 +51,12 @@ FILES_MAX = 1 << 16
 class Forked:
     """A process as :class:`subprocess.Popen` has it, as far as tests need one."""
 
-    def __init__(self, pid: int, status: int, stdout: int, stderr: int) -> None:
+    def __init__(
+        self, pid: int, status: int, stdout: int, stderr: int, stdin: int | None = None
+    ) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.stdin = None if stdin is None else os.fdopen(stdin, "w", encoding="utf-8")
         self.stdout = os.fdopen(stdout, encoding="utf-8")
         self.stderr = os.fdopen(stderr, encoding="utf-8")
         self._status = status
@@ -103,8 +107,15 @@ class Forks:
         self._control: socket.socket | None = None
         self._env = dict(env)
 
-    def start(self, words: Sequence[str], env: Mapping[str, str]) -> Forked | None:
+    def start(
+        self, words: Sequence[str], env: Mapping[str, str], *, takes_input: bool = False
+    ) -> Forked | None:
         """``python -m MODULE ARGS``, or a script by its path.
+
+        Args:
+            words: The module or script, and its arguments.
+            env: Its environment.
+            takes_input: It reads what the caller writes, not what the tests' own input is.
 
         Returns:
             None if its environment differs in what is read before it has its own, and where the
@@ -123,13 +134,17 @@ class Forks:
                 "files": resource.getrlimit(resource.RLIMIT_NOFILE),
             }
             theirs = [writing for _, writing in pipes]
+            stdin: int | None = None
+            if takes_input:
+                reading, stdin = os.pipe()
+                theirs.append(reading)
             socket.send_fds(self._control, [json.dumps(order).encode()], theirs)
-            for writing in theirs:
-                os.close(writing)
+            for end in theirs:
+                os.close(end)
             pid = self._control.recv(4)
             assert pid, "the process that forks has ended; its error stands above"
             stdout, stderr, status = (reading for reading, _ in pipes)
-            return Forked(int.from_bytes(pid, sys.byteorder), status, stdout, stderr)
+            return Forked(int.from_bytes(pid, sys.byteorder), status, stdout, stderr, stdin)
 
     def _serve(self) -> socket.socket:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -169,7 +184,7 @@ def _fork(control: socket.socket) -> list[str] | None:
                 os.write(status, os.waitpid(pid, 0)[1].to_bytes(4, sys.byteorder))
                 os.close(status)
                 continue
-            text, given, *_ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 3)
+            text, given, *_ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 4)
             if not text:
                 return None
             pid = os.fork()
@@ -177,6 +192,8 @@ def _fork(control: socket.socket) -> list[str] | None:
                 control.detach()
                 os.dup2(given[0], 1)
                 os.dup2(given[1], 2)
+                if len(given) > 3:
+                    os.dup2(given[3], 0)
                 os.closerange(3, FILES_MAX)
                 order = json.loads(text)
                 os.chdir(order["folder"])
@@ -184,9 +201,9 @@ def _fork(control: socket.socket) -> list[str] | None:
                 os.environ.clear()
                 os.environ.update(order["env"])
                 return list(order["words"])
-            stdout, stderr, status = given
-            os.close(stdout)
-            os.close(stderr)
+            status = given.pop(2)
+            for end in given:
+                os.close(end)
             watched = os.pidfd_open(pid)
             running[watched] = (pid, status)
             poller.register(watched, select.POLLIN)

@@ -134,20 +134,29 @@ _FORKS = Forks({**os.environ, "SSL_CERT_FILE": os.fspath(NO_AUTHORITIES)})
 _PRELOADED_FORKS: dict[frozenset[tuple[str, str]], Forks] = {}
 
 
-def _forked(words: list[str], env: dict[str, str]) -> Forked | None:
-    if "LD_PRELOAD" not in env or env["LD_PRELOAD"] == os.environ.get("LD_PRELOAD"):
-        return _FORKS.start(words, env)
-    key = frozenset(read_at_start(env).items())
-    return _PRELOADED_FORKS.setdefault(key, Forks(env)).start(words, env)
+def _forked(words: list[str], env: dict[str, str], *, takes_input: bool) -> Forked | None:
+    forks = _FORKS
+    if "LD_PRELOAD" in env and env["LD_PRELOAD"] != os.environ.get("LD_PRELOAD"):
+        key = frozenset(read_at_start(env).items())
+        forks = _PRELOADED_FORKS.setdefault(key, Forks(env))
+    return forks.start(words, env, takes_input=takes_input)
 
 
 class Process:
     """``python -m MODULE ARGS``, or a script by its path; its stdout read line by line."""
 
-    def __init__(self, module: str, *args: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        *args: str,
+        env: dict[str, str] | None = None,
+        takes_input: bool = False,
+    ) -> None:
         env = {**os.environ, "SSL_CERT_FILE": os.fspath(NO_AUTHORITIES), **(env or {})}
-        self.popen = _forked([module, *args], env) or subprocess.Popen(
+        forked = _forked([module, *args], env, takes_input=takes_input)
+        self.popen = forked or subprocess.Popen(
             [sys.executable, *([] if module.endswith(".py") else ["-m"]), module, *args],
+            stdin=subprocess.PIPE if takes_input else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -182,6 +191,18 @@ class Process:
             if line.startswith("{") and json.loads(line).get("event") == event:
                 return dict(json.loads(line))
 
+    def read(self) -> Any:
+        """Its next line, which is JSON; None if it ended instead."""
+        line = self._lines.get(timeout=DEADLINE_S)
+        return None if line is None else json.loads(line)
+
+    def ask(self, what: str) -> Any:
+        """Write a line to one that takes input, and read the answer."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(what + "\n")
+        self.popen.stdin.flush()
+        return self.read()
+
     def rest(self) -> list[str]:
         """What nobody has read of its output, once it has ended."""
         for reader in self._readers:
@@ -203,7 +224,7 @@ class Process:
         self.popen.wait()
         for reader in self._readers:
             reader.join()
-        for stream in (self.popen.stdout, self.popen.stderr):
+        for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from kvflash.state.attach import StateOptions, StateService, attach
 from kvflash.transport import names
 from kvflash.transport.origin import Origin
 from servers import EtcdServer, NatsServer, outlet
-from service import SUPPORT, until
+from service import SUPPORT, Process, until
 from wallclock import WallClock
 
 STREAM = names.stream_name("ns", "backend")
@@ -95,45 +94,14 @@ def worker(env: dict[str, str]) -> Iterator[Callable[..., Worker]]:
         made.outlet.close()
 
 
-class ReplicaProcess:
-    """``replica_process.py``, spoken to line by line."""
-
-    def __init__(self, *args: str) -> None:
-        script = SUPPORT / "replica_process.py"
-        self.popen = subprocess.Popen(
-            [sys.executable, str(script), *args],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def read(self) -> Any:
-        """Its next line; None when it died."""
-        assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
-        return json.loads(line) if line else None
-
-    def ask(self, what: str) -> Any:
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(what + "\n")
-        self.popen.stdin.flush()
-        return self.read()
-
-    def close(self) -> None:
-        self.popen.kill()
-        assert self.popen.stdin is not None
-        assert self.popen.stdout is not None
-        self.popen.stdin.close()
-        self.popen.wait(30)
-        self.popen.stdout.close()
-
-
 @pytest.fixture
-def replica(env: dict[str, str]) -> Iterator[Callable[..., ReplicaProcess]]:
-    started: list[ReplicaProcess] = []
+def replica(env: dict[str, str]) -> Iterator[Callable[..., Process]]:
+    """Start ``replica_process.py``, which is spoken to line by line."""
+    started: list[Process] = []
 
-    def start(*args: str) -> ReplicaProcess:
-        started.append(ReplicaProcess(*args))
+    def start(*args: str) -> Process:
+        script = str(SUPPORT / "replica_process.py")
+        started.append(Process(script, *args, takes_input=True))
         return started[-1]
 
     yield start
