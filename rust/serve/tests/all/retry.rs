@@ -226,6 +226,26 @@ async fn requests_in_flight_have_a_limit() {
 }
 
 #[tokio::test]
+async fn requests_whose_bodies_come_late_are_within_the_limit() {
+    let stage = Stage::new(|options| options.own.max_concurrent_requests = 1);
+    let mut engine = stage.engine().await.by_hand();
+    let (client, late) = stage.upload_slowly("/v1/completions", "application/json");
+    let body = prompt(0..40).to_string();
+    let (beginning, rest) = body.split_at(body.len() / 2);
+    client.send(Ok(beginning.into())).expect("the frontend reads");
+    tokio::task::yield_now().await;
+    // It began while there was room, which another one took before its body came.
+    let asking = stage.send("a", prompt(0..40));
+    let asked = engine.next().await;
+    client.send(Ok(rest.into())).expect("the frontend reads");
+    drop(client);
+    assert_eq!(late.await.expect("no panic").status, 429);
+    asked.done().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
 async fn readiness_fails_while_it_is_full_where_that_is_wanted() {
     for is_wanted in [false, true] {
         let stage = Stage::new(|options| {
