@@ -69,8 +69,9 @@ pub struct Assignment<'a> {
 /// # Cost
 /// `book` compares the request's hashes with those in use, which takes a fraction of a nanosecond
 /// each, [`count_shared`](Self::count_shared) too, plus the workers; everything else (except removing
-/// workers) hardly depends on the prompt's length. Memory: 8 bytes for each distinct block, which is
-/// bounded by `max_requests` times the blocks of a request.
+/// workers) hardly depends on the prompt's length. Memory: 8 to 16 bytes for each distinct block and
+/// 100 for each run of them, with 8 for each of its workers; bounded by `max_requests` times the blocks
+/// of a request.
 #[derive(Debug)]
 pub struct ActiveSequences {
     config: LoadConfig,
@@ -336,9 +337,9 @@ impl ActiveSequences {
         self.blocks.len()
     }
 
-    /// Runs that these blocks are kept as.
+    /// Runs that these blocks are kept as, and the hashes that they have memory for.
     #[cfg(test)]
-    pub(crate) fn runs(&self) -> usize {
+    pub(crate) fn runs(&self) -> (usize, usize) {
         self.blocks.runs()
     }
 

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use slab::Slab;
+use smallvec::SmallVec;
 
 use super::holders::{Holders, WHOLE};
 
@@ -77,7 +78,7 @@ impl Blocks {
     ///
     /// # Cost
     /// Comparing `hashes` once, and O(log holders) for each run on the way. Copies the hashes that
-    /// are new, and at most once those of one run.
+    /// are new; where they end within a run, also the hashes and holders of that run.
     pub(super) fn acquire(&mut self, hashes: &[u64], slot: u16, slot_count: usize) -> (End, u64) {
         let (mut at, mut rest, mut added) = (ROOT, hashes, 0);
         while !rest.is_empty() {
@@ -106,12 +107,14 @@ impl Blocks {
         if common < run.hashes.len() { self.split(next, common) } else { next }
     }
 
-    /// Cuts `run` after its first `blocks`; returns the new run of these. The rest stays where
-    /// requests end.
+    /// Cuts `run` after its first `blocks`; returns the new run of these. The tail keeps the run's
+    /// index, because `End`s and the runs after it refer to it.
     fn split(&mut self, run: usize, blocks: usize) -> usize {
         let rest = &mut self.runs[run];
         let tail = rest.hashes.split_off(blocks);
-        let hashes = std::mem::replace(&mut rest.hashes, tail);
+        let mut hashes = std::mem::replace(&mut rest.hashes, tail);
+        // The head would keep the memory of the whole run.
+        hashes.shrink_to_fit();
         let (before, first, holders) = (rest.before, rest.first(), rest.holders.clone());
         let after = BTreeMap::from([(first, run as u32)]);
         let head = self.runs.insert(Run { before, hashes, after, ends: 0, holders });
@@ -122,10 +125,14 @@ impl Blocks {
     }
 
     /// Undoes one [`acquire`](Self::acquire).
+    ///
+    /// # Cost
+    /// O(log holders) for each run on the way. Where runs become one, copies their hashes once.
     pub(super) fn release(&mut self, end: End, slot: u16) -> Released {
         let mut released = Released::default();
         let mut at = end.0 as usize;
         self.runs[at].ends -= 1;
+        let mut left: SmallVec<[usize; 16]> = SmallVec::new();
         while at != ROOT {
             let run = &mut self.runs[at];
             let (before, first, blocks) = (run.before, run.first(), run.hashes.len() as u64);
@@ -137,10 +144,12 @@ impl Blocks {
                 self.runs.remove(at);
                 self.runs[before].after.remove(&first);
             } else {
-                self.join(at);
+                left.push(at);
             }
             at = before;
         }
+        // From the root on, so that a run that grows by several is copied once.
+        left.iter().rev().for_each(|&at| self.join(at));
         // The end of a burst releases its memory; steady traffic never gets here.
         if self.runs.len() == 1 && self.runs.capacity() > 4096 {
             self.runs.shrink_to_fit();
@@ -148,7 +157,8 @@ impl Blocks {
         released
     }
 
-    /// Joins a run with the one after it if the same requests use both.
+    /// Joins a run with the one after it if the same requests use both. The later one keeps its
+    /// index; no request ends at the earlier one.
     fn join(&mut self, at: usize) {
         let run = &self.runs[at];
         let Some((_, &next)) = run.after.first_key_value() else { return };
@@ -171,7 +181,7 @@ impl Blocks {
         let mut at = end.0 as usize;
         while at != ROOT {
             let run = &mut self.runs[at];
-            // What is shared is shared from the first block on.
+            // References never grow along a path: if a run is shared, all runs before it are.
             let Some(before) = run.holders.weigh(slot, fraction) else { break };
             change += (i64::from(before) - i64::from(fraction)) * run.hashes.len() as i64;
             at = run.before;
@@ -217,9 +227,9 @@ impl Blocks {
         self.runs.iter().map(|(_, run)| run.hashes.len()).sum()
     }
 
-    /// Runs of these blocks.
+    /// Runs of these blocks, and the hashes that they have memory for.
     #[cfg(test)]
-    pub(super) fn runs(&self) -> usize {
-        self.runs.len() - 1
+    pub(super) fn runs(&self) -> (usize, usize) {
+        (self.runs.len() - 1, self.runs.iter().map(|(_, run)| run.hashes.capacity()).sum())
     }
 }

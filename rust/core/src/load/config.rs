@@ -48,7 +48,8 @@ impl Default for LoadConfig {
 pub enum BlockUse<'a> {
     /// Blocks are not counted.
     Untracked,
-    /// These sequence hashes; workers keep one copy for all requests that share a block.
+    /// These sequence hashes, each of a block with all blocks before it; workers keep one copy for all
+    /// requests that share a block.
     Shared(&'a [u64]),
     /// This many blocks that no other request shares.
     Private(u32),

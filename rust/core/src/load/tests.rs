@@ -588,7 +588,7 @@ impl Pair {
         let distinct: BTreeSet<Path> =
             twin.requests.iter().flat_map(|request| paths(&request.hashes)).collect();
         assert_eq!(real.distinct_blocks(), distinct.len());
-        assert!(real.runs() <= distinct.len());
+        assert!(real.runs().0 <= distinct.len());
         assert_eq!(totals.blocks, wanted.iter().map(|load| load.active.blocks).sum::<u64>());
         assert_eq!(totals.requests, twin.requests.len() as u64);
     }
@@ -610,7 +610,7 @@ proptest! {
         let totals = pair.real.totals();
         prop_assert_eq!((totals.requests, totals.prefill_tokens, totals.blocks), (0, 0, 0));
         prop_assert_eq!(pair.real.distinct_blocks(), 0);
-        prop_assert_eq!(pair.real.runs(), 0);
+        prop_assert_eq!(pair.real.runs(), (0, 0));
     }
 }
 
@@ -624,14 +624,20 @@ fn requests_that_end_anywhere_in_a_long_prompt_leave_it_in_one_run() {
         load.give(RequestId(id), worker, BlockUse::Shared(&prompt[..blocks]), 1, 0, 0).unwrap();
     };
     book(&mut load, 0, prompt.len());
-    for id in 1..=500 {
-        book(&mut load, id, 1 + (id as usize * 1_237) % 5_999);
+    let anywhere = |id: usize| 1 + (id * 1_237) % 5_999;
+    for end in [anywhere, |id| id, |id| 5_000 - id] {
+        for id in 1..=500 {
+            book(&mut load, id, end(id as usize));
+        }
+        let (runs, room) = load.runs();
+        assert_eq!((load.distinct_blocks(), runs), (6_000, 501));
+        assert!(room <= 2 * 6_000, "{room}");
+        // All that one request uses is joined, whatever the order in which the others end.
+        for id in (1..=500).map(|id| 1 + id * 7 % 500) {
+            load.free(RequestId(id));
+        }
+        assert_eq!((load.distinct_blocks(), load.runs().0), (6_000, 1));
     }
-    assert_eq!((load.distinct_blocks(), load.runs()), (6_000, 501));
-    for id in 1..=500 {
-        load.free(RequestId(id));
-    }
-    assert_eq!((load.distinct_blocks(), load.runs()), (6_000, 1));
 }
 
 #[test]

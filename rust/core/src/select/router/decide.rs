@@ -30,7 +30,7 @@ impl Router {
     /// none has room; [`Error::Overloaded`] at `max_requests`. Nothing is booked then.
     ///
     /// # Cost
-    /// O(blocks of the request + workers), without allocation except for the request's own hashes.
+    /// O(blocks of the request + workers); allocates only for blocks that no other request uses.
     pub fn route<'a>(
         self: &Arc<Self>,
         ask: &Ask<'_>,
