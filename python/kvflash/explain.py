@@ -155,7 +155,7 @@ def _only_model(service: Service) -> str | None:
     return names[0] if names else None
 
 
-#: Candidates that are printed, the cheapest ones; ``--json`` has all.
+#: Candidates that are printed, the cheapest ones; ``--json`` has those that the answer has.
 CANDIDATES_MAX = 20
 
 
@@ -230,7 +230,7 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from _candidates(decision.get("candidates") or [], worker, is_by_cost=is_by_cost)
     if decision.get("candidates_left_out"):
-        yield f"{decision['candidates_left_out']} costlier candidates were not kept"
+        yield f"{decision['candidates_left_out']} more candidates were not kept"
 
 
 def _candidates(
@@ -262,7 +262,7 @@ def _candidates(
     columns.append(["NOTE", *map(_note, shown)])
     yield from table(list(zip(*columns, strict=True)))
     if len(ordered) > len(shown):
-        yield f"... and {len(ordered) - len(shown)} more; --json has all"
+        yield f"... and {len(ordered) - len(shown)} more; --json has them"
     # What the cost is made of, where it has no parts with a column of their own.
     formulas = [str(one["formula"]) for one in shown if not one.get("price") and one.get("formula")]
     yield from ["", *formulas] if formulas and is_by_cost else []

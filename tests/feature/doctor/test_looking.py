@@ -582,7 +582,7 @@ def test_costs_without_parts_show_their_formula_and_many_candidates_are_cut() ->
     assert rows[1].startswith("*  77:0")
     assert rows[2].startswith("   1:0")
     assert len(rows) == CANDIDATES_MAX + 1
-    assert f"... and {100 - CANDIDATES_MAX} more; --json has all" in lines
+    assert f"... and {100 - CANDIDATES_MAX} more; --json has them" in lines
     assert "77 = x" in lines and "20 = x" not in lines
     assert lines[-1] == "CACHED is in blocks, TO PREFILL in tokens"
 

@@ -91,11 +91,21 @@ impl Selector {
         most: usize,
     ) -> Record {
         let Decision { candidates, costs, choice, .. } = *decision;
-        let passed_over = &decision.passed_over[..decision.passed_over.len().min(most)];
-        let kept = kept(costs, choice.index, most);
-        let left_out =
-            candidates.len() - kept.len() + decision.passed_over.len() - passed_over.len();
-        let open: Box<[Candidate]> = kept.iter().map(|&at| candidates[at]).collect();
+        let overlap = |at: usize| candidates[at].overlap_blocks;
+        let is_chosen = |at: usize| at == choice.index;
+        let open = kept(candidates.len(), |at| costs[at].cost, overlap, is_chosen, most);
+        let index = open.binary_search(&choice.index).expect("the chosen one is kept");
+        let costs = open.iter().map(|&at| costs[at]).collect();
+        let open: Box<[Candidate]> = open.iter().map(|&at| candidates[at]).collect();
+        let diverted = self.diverted(ask, ask.known.unpinned);
+        let skipped = decision.passed_over;
+        let terms = |at: usize| skipped[at].0;
+        let is_avoided =
+            |at: usize| diverted.is_some_and(|it| it.from == terms(at).worker.instance_id);
+        let (cost, overlap) = (|at| terms(at).cost, |at| terms(at).overlap_blocks);
+        let passed_over = kept(skipped.len(), cost, overlap, is_avoided, most);
+        let passed_over: Box<[_]> = passed_over.iter().map(|&at| skipped[at]).collect();
+        let left_out = candidates.len() - open.len() + skipped.len() - passed_over.len();
         // Both lists are in worker order.
         let is_kept = |worker: Worker| {
             left_out == 0
@@ -107,15 +117,14 @@ impl Selector {
         let credits = credits.map(|(worker, credit)| (*worker, *credit));
         let found = matches.as_slice().iter().copied();
         let seen = Seen {
-            costs: kept.iter().map(|&at| costs[at]).collect(),
-            passed_over: passed_over.into(),
+            costs,
             found: found.filter(|found| is_kept(found.worker)).collect(),
             credits: credits.filter(|(worker, _)| is_kept(*worker)).collect(),
             is_predicted: self.is_predicted(),
             left_out,
             open,
+            passed_over,
         };
-        let index = kept.binary_search(&choice.index).expect("the chosen one is kept");
         Record {
             request_id: request_id.into(),
             model: Arc::clone(&self.name),
@@ -130,7 +139,7 @@ impl Selector {
             prompt_source: ask.prompt.source,
             request_blocks: ask.prompt.sequence_hashes.len() as u32,
             overlap_blocks: self.selection(decision, matches).overlap_blocks,
-            diverted: self.diverted(ask, ask.known.unpinned),
+            diverted,
             seen,
             first_token_ms: None,
             ended_ms: None,

@@ -98,8 +98,8 @@ pub struct CandidateRecord {
     pub is_draining: bool,
 }
 
-/// Candidates that a past decision keeps: the cheapest, and as many that were skipped. With all of
-/// 2,000 workers, a decision would take 200 KiB and a journal would hold few.
+/// Candidates that a past decision keeps: the cheapest, and as many of those that were skipped. With
+/// all of 2,000 workers, a decision would take 200 KiB and a journal would hold few.
 pub(super) const CANDIDATES_KEPT: usize = 64;
 
 /// What a decision read of the workers.
@@ -121,15 +121,22 @@ pub(super) struct Seen {
     pub left_out: usize,
 }
 
-/// The chosen and the cheapest of candidates with these costs, at most `most`; in their order.
-pub(super) fn kept(costs: &[CandidateCost], chosen: usize, most: usize) -> Vec<usize> {
-    let mut kept: Vec<usize> = (0..costs.len()).collect();
-    if kept.len() > most {
-        kept.select_nth_unstable_by(most - 1, |&a, &b| costs[a].cost.total_cmp(&costs[b].cost));
+/// The candidates to keep of `count`, at most `most`, in their order: those that are `wanted`, the one
+/// that has the most of the prompt, and the cheapest of the others.
+pub(super) fn kept(
+    count: usize,
+    cost: impl Fn(usize) -> f64,
+    overlap: impl Fn(usize) -> u32,
+    wanted: impl Fn(usize) -> bool,
+    most: usize,
+) -> Vec<usize> {
+    let mut kept: Vec<usize> = (0..count).collect();
+    if count > most {
+        let best = (0..count).max_by_key(|&at| overlap(at));
+        let is_first = |at: usize| wanted(at) || Some(at) == best;
+        let rank = |at: usize| if is_first(at) { f64::NEG_INFINITY } else { cost(at) };
+        kept.select_nth_unstable_by(most - 1, |&a, &b| rank(a).total_cmp(&rank(b)));
         kept.truncate(most);
-        if !kept.contains(&chosen) {
-            kept[most - 1] = chosen;
-        }
         kept.sort_unstable();
     }
     kept

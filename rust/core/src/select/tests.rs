@@ -670,10 +670,11 @@ fn of_a_large_fleet_a_past_decision_keeps_the_chosen_and_the_cheapest_candidates
     assert_eq!((chosen.terms.worker, chosen.device_blocks), (worker(150), 4));
     drop(held);
     // The costliest is kept where it was chosen.
-    let costs = [3.0, 1.0, 2.0, 4.0].map(|cost| CandidateCost { cost, ..Default::default() });
-    assert_eq!(record::kept(&costs, 3, 2), [1, 3]);
-    assert_eq!(record::kept(&costs, 2, 2), [1, 2]);
-    assert_eq!(record::kept(&costs, 0, 4), [0, 1, 2, 3]);
+    let (costs, held) = ([3.0, 1.0, 2.0, 4.0, 5.0], [0, 0, 0, 0, 7]);
+    let kept =
+        |wanted, most| record::kept(5, |at| costs[at], |at| held[at], |at| at == wanted, most);
+    assert_eq!((kept(3, 2), kept(3, 3), kept(2, 3)), (vec![3, 4], vec![1, 3, 4], vec![1, 2, 4]));
+    assert_eq!(kept(0, 5), [0, 1, 2, 3, 4]);
 }
 
 #[test]
