@@ -23,16 +23,18 @@ def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 def exposed(prefix: str, groups: dict[str, dict[str, int]]) -> str:
     """Lines in the OpenMetrics text format; a group's name becomes its label."""
-    values: dict[str, str] = {}
+    values: dict[str, list[tuple[str, int]]] = {}
     for label, counts in groups.items():
-        labels = f"{{{label}}}" if label else ""
         for name, count in counts.items():
-            values[name] = f"{values.get(name, '')}{prefix}{name}{labels} {count}\n"
-    text = ""
-    for name, lines in values.items():
+            values.setdefault(name, []).append((label, count))
+    lines = []
+    for name, found in values.items():
         kind = "counter" if name.endswith("_total") else "gauge"
-        text += f"# TYPE {prefix}{name.removesuffix('_total')} {kind}\n{lines}"
-    return text
+        lines.append(f"# TYPE {prefix}{name.removesuffix('_total')} {kind}\n")
+        for label, count in found:
+            labels = f"{{{label}}}" if label else ""
+            lines.append(f"{prefix}{name}{labels} {count}\n")
+    return "".join(lines)
 
 
 def component_of(path: str) -> Component:
