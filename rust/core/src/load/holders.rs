@@ -141,6 +141,7 @@ impl Holders {
     pub(super) fn equal(&self, narrower: &Self) -> bool {
         self.len() == narrower.len()
             && match (self, narrower) {
+                (Self::Few(wide), Self::Few(narrow)) => wide == narrow,
                 (Self::Many(wide), Self::Many(narrow)) => {
                     wide.slots().all(|slot| narrow.cells.get(slot) == Some(&wide.cells[slot]))
                 }

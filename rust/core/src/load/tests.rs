@@ -364,7 +364,7 @@ enum Op {
     Expire,
 }
 
-/// Prompts as chains from a small tree, or any entries at all, which no hash of a prompt repeats.
+/// Prompts as chains from a small tree, or any numbers, which may repeat, although hashes do not.
 fn prompt() -> impl Strategy<Value = Vec<u64>> {
     let chain = prop::collection::vec(0u64..2, 0..10).prop_map(|turns| {
         let mut chain = vec![3_u64];
