@@ -198,15 +198,19 @@ class Folder:
         seen = {}
         with os.scandir(keys) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):
+                try:
                     status = entry.stat()
-                    key = unquote(entry.name)
-                    mark = (status.st_ino, status.st_mtime_ns, status.st_size)
-                    known = self._seen.get(key)
-                    if known is not None and known[0] == mark:
-                        seen[key] = known
-                    elif (found := _read(keys / entry.name)) is not None:
-                        seen[key] = (mark, *found)
+                except FileNotFoundError:
+                    continue
+                key = unquote(entry.name)
+                mark = (status.st_ino, status.st_mtime_ns, status.st_size)
+                known = self._seen.get(key)
+                if known is not None and known[0] == mark:
+                    seen[key] = known
+                    continue
+                found = _read(keys / entry.name)
+                if found is not None:
+                    seen[key] = (mark, *found)
         self._seen = seen
         self._is_settled = now_s - self._since_s > SETTLED_S
 
