@@ -31,8 +31,9 @@ def translate(given: dict[str, Any]) -> dict[str, Any]:
     """
     if given.keys().isdisjoint({*_PROFILE, "models", "worker_selection"}):
         return given
-    for key in given.keys() - {*_PROFILE}:
-        raise _unsupported(key)
+    for key in given:
+        if key not in _PROFILE:
+            raise _unsupported(key)
     classes = given.get("policy_classes")
     if not isinstance(classes, list) or not classes:
         raise ValueError("policy_classes must be a list with a class")
@@ -44,8 +45,9 @@ def translate(given: dict[str, Any]) -> dict[str, Any]:
     (fields,) = classes
     if not isinstance(fields, dict):
         raise ValueError("policy_classes: a class must be a mapping")
-    for key in fields.keys() - {*_SAME, *_OF_ONE_CLASS}:
-        raise _unsupported(key)
+    for key in fields:
+        if key not in _SAME and key not in _OF_ONE_CLASS:
+            raise _unsupported(key)
     return {_SAME[key]: value for key, value in fields.items() if key in _SAME}
 
 
