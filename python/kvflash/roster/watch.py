@@ -49,8 +49,8 @@ class DiscoveryWatch(Background):
         self._discovery, self._show_warnings = discovery, show_warnings
         discovery.show_outage = self._show_outage
         self._keys = WorkerKeys(discovery, namespace or "", self._settle)
-        # Workers in the core, with the text given to it and their endpoint.
-        self._told: dict[int, tuple[Name, str]] = {}
+        # Workers in the core: their endpoint, what they are, and the whole text given to it.
+        self._told: dict[int, tuple[Name, str, str]] = {}
         # Serving states given to the core; a worker without an entry is active.
         self._states: dict[int, str] = {}
         # Components that this batch has compared already; each comparison costs O(all workers).
@@ -188,14 +188,15 @@ class DiscoveryWatch(Background):
             # This process renders chats for vLLM only.
             is_vllm = (card.get("user_data") or {}).get("engine") == "vllm"
             tokenizer = card.get("tokenizer") if self._takes_requests and is_vllm else None
-            text = _spec(instance_id, transport["url"], card, events, tokenizer)
+            worker = text = _spec(instance_id, transport["url"], card, events, tokenizer)
         else:
             plane = NO_PLANE
             if self._takes_requests:
                 plane = await self._bridge.open(path, instance_id, transport)
             fields = {"id": instance_id, "plane": plane, "endpoint": path, "card": card}
+            worker = json.dumps(fields, sort_keys=True)
             text = json.dumps({**fields, "events": announced(events)}, sort_keys=True)
-        if told is not None and told[1] == text:
+        if told is not None and told[2] == text:
             return False
         # In threads: the first worker of a model loads its tokenizer.
         if is_engine:
@@ -205,10 +206,24 @@ class DiscoveryWatch(Background):
             await asyncio.to_thread(self._fleet.add_worker, text)
         else:
             self._shown.add(instance_id)
-            await asyncio.to_thread(self._fleet.put_worker, text)
+            if told is None or told[1] == worker:
+                await asyncio.to_thread(self._fleet.put_worker, text)
+            else:
+                await self._replace(component_of(path), instance_id, text)
             self._shown.discard(instance_id)
-        self._told[instance_id] = (name, text)
+        self._told[instance_id] = (name, worker, text)
         return True
+
+    async def _replace(self, component: Component, instance_id: int, text: str) -> None:
+        """Put a worker that the core takes for a different one, whose blocks it forgets."""
+        # Shared state first: it keeps the blocks.
+        await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
+        try:
+            await asyncio.to_thread(self._fleet.put_worker, text)
+        except Exception:
+            # The core may still have the worker as it was.
+            await asyncio.to_thread(self._cluster.worker_joined, component, instance_id)
+            raise
 
     async def _tell_state(self, instance_id: int, instance: dict[str, Any]) -> None:
         """Pass on its serving state; only changes are sent, so that an operator's setting stays."""

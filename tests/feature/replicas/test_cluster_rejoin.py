@@ -60,6 +60,16 @@ def end_lease(etcd: EtcdServer, worker: int) -> None:
     ask_etcd(etcd, "lease/revoke", {"ID": lease})
 
 
+def load_adapter(etcd: EtcdServer, worker: int) -> None:
+    """Act like a worker that registers its model again, with an adapter."""
+    name = base64.b64encode(f"v1/models/ns/backend/generate/{worker}".encode()).decode()
+    (row,) = ask_etcd(etcd, "kv/range", {"key": name})["kvs"]
+    card = json.loads(base64.b64decode(row["value"]))
+    card["lora_names"] = ["adapter"]
+    value = base64.b64encode(json.dumps(card).encode()).decode()
+    ask_etcd(etcd, "kv/put", {"key": name, "value": value, "ignore_lease": True})
+
+
 class Router:
     """A standalone router of the workers."""
 
@@ -113,3 +123,21 @@ def test_routers_know_what_a_worker_holds_that_was_taken_for_dead(
     assert overlap(frontend, 5) == 0
     until(lambda: router.known(5) == [8], "what came later")
     wait_known(frontend, 5)
+
+
+@KINDS
+def test_a_frontend_knows_what_a_worker_holds_that_changes_its_card(
+    etcd: EtcdServer, cluster: Cluster, kind: tuple[str, ...]
+) -> None:
+    workers = cluster.workers(*NATS, *kind, count=1)
+    frontend = cluster.frontend(workers, *NATS)
+    for family in FAMILIES:
+        assert overlap(frontend, family) == 0
+        wait_known(frontend, family)
+    load_adapter(etcd, *workers.ids)
+    until(
+        lambda: any("adapter" in one["serves"] for one in frontend.workers().values()),
+        "the adapter",
+    )
+    for family in FAMILIES:
+        wait_known(frontend, family)
