@@ -236,6 +236,43 @@ def test_a_runtime_announces_itself_again_when_its_lease_was_lost(
     run(scenario())
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_lease_that_etcd_grants_during_the_shutdown_is_revoked_quietly(
+    is_own: bool,
+    server: EtcdServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def handle(_request: object) -> AsyncIterator[int]:
+        yield 1
+
+    async def scenario() -> None:
+        with closing(Wire(server.url.removeprefix("http://"))) as wire:
+            url = f"http://{wire.address}"
+            monkeypatch.setenv("ETCD_ENDPOINTS", url)
+            discovery = open_discovery("etcd", endpoints=url)
+            runtime = DistributedRuntime("etcd" if is_own else discovery, host="127.0.0.1")
+            wire.freeze()
+            serving = asyncio.create_task(runtime.endpoint("t.w.run").serve_endpoint(handle))
+
+            async def is_asked() -> bool:
+                return wire.accepted > 0
+
+            await eventually(is_asked, "the request for a lease")
+            leaving = asyncio.create_task(runtime.close())
+            asyncio.get_running_loop().call_later(0.1, wire.thaw)
+            await leaving
+            assert await serving is None
+            await discovery.close()
+
+    run(scenario())
+    with closing(Http(server.url)) as http:
+        assert http.post("/v3/lease/leases", {}).get("leases", []) == []
+        everything = {"key": "AA==", "range_end": "AA=="}
+        assert "kvs" not in http.post("/v3/kv/range", everything)
+    assert caplog.records == []
+
+
 def test_a_lease_that_etcd_ended_is_named(server: EtcdServer) -> None:
     async def scenario() -> None:
         mine = open_discovery("etcd", endpoints=server.url)

@@ -26,8 +26,10 @@ class Gated(MemoryDiscovery):
     def __init__(self) -> None:
         super().__init__(is_shared=False)
         self.is_asked, self.gate = asyncio.Event(), asyncio.Event()
+        self.asked = 0
 
     async def lease(self, *args: Any, **options: Any) -> Lease:
+        self.asked += 1
         self.is_asked.set()
         await self.gate.wait()
         return await super().lease(*args, **options)
@@ -98,33 +100,94 @@ def test_a_plane_that_fails_to_close_leaves_no_other_open() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("waits", [False, True])
 def test_a_server_that_starts_during_the_shutdown_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
+    waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Serving until the shutdown is over by then; starting to serve has failed."""
+
     async def scenario() -> None:
         server = Server(is_open=False)
         monkeypatch.setattr(distributed, "make_server", lambda *_, **__: server)
         runtime = DistributedRuntime("mem")
-        serving = asyncio.create_task(runtime.endpoint(ENDPOINT).serve_endpoint(handle))
+        endpoint = runtime.endpoint(ENDPOINT)
+        work = endpoint.serve_endpoint(handle) if waits else runtime.start_serving(endpoint, handle)
+        serving = asyncio.create_task(work)
         await server.is_asked.wait()
         await runtime.close()
         server.gate.set()
-        with pytest.raises(ClosedError):
-            await serving
+        if waits:
+            assert await serving is None
+        else:
+            with pytest.raises(ClosedError):
+                await serving
         assert server.is_closed
 
     run(scenario())
 
 
-def test_a_lease_that_is_granted_during_the_shutdown_is_revoked() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_lease_that_is_granted_during_the_shutdown_is_revoked(is_late: bool) -> None:
     async def scenario() -> None:
         discovery = Gated()
+        announcer = Announcer(discovery, "it")
+        announcing = asyncio.create_task(announcer.announce("a", b"1"))
+        await discovery.is_asked.wait()
+        closing = asyncio.create_task(announcer.close(0.01 if is_late else 30.0))
+        if is_late:
+            await closing
+        discovery.gate.set()
+        with pytest.raises(ClosedError, match="it is no longer announced"):
+            await announcing
+        await closing
+        assert not discovery._leases
+        assert await discovery.get_prefix("") == {}
+
+    run(scenario())
+
+
+def test_a_lease_that_is_granted_after_its_caller_is_cancelled_is_kept_and_revoked() -> None:
+    """It may be granted although nothing waits for it, and would outlive its process."""
+
+    async def scenario() -> None:
+        discovery = Gated()
+        announcer = Announcer(discovery, "it")
+        asking = asyncio.create_task(announcer.lease())
+        await discovery.is_asked.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        discovery.gate.set()
+        # The same one.
+        await announcer.announce("a", b"1")
+        assert discovery.asked == len(discovery._leases) == 1
+        await announcer.close()
+        assert not discovery._leases
+
+    run(scenario())
+
+
+def test_an_announcement_that_loses_its_lease_to_the_shutdown_says_so() -> None:
+    class Late(MemoryDiscovery):
+        """Takes a key late."""
+
+        def __init__(self) -> None:
+            super().__init__(is_shared=False)
+            self.is_asked, self.gate = asyncio.Event(), asyncio.Event()
+
+        async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+            self.is_asked.set()
+            await self.gate.wait()
+            await super().put(key, value, lease)
+
+    async def scenario() -> None:
+        discovery = Late()
         runtime = DistributedRuntime(discovery)
         announcing = asyncio.create_task(runtime.announce("a", 1))
         await discovery.is_asked.wait()
         await runtime.close()
         discovery.gate.set()
-        with pytest.raises(ClosedError):
+        with pytest.raises(ClosedError, match="is no longer announced"):
             await announcing
         assert await discovery.get_prefix("") == {}
 

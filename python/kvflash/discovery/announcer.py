@@ -43,7 +43,8 @@ class Announcer:
         self._unsettled: set[str] = set()
         self._lease: Lease | None = None
         self._lease_lost = asyncio.Event()
-        self._granting = asyncio.Lock()
+        # Not cancelled with its callers: discovery may grant a lease that they no longer wait for.
+        self._granting: asyncio.Task[Lease] | None = None
         # Held while a key is put or deleted, so that the last call wins.
         self._changing = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
@@ -53,7 +54,8 @@ class Announcer:
     async def announce(self, key: str, value: bytes) -> None:
         """Put a key; if the lease has just been lost, the new lease puts it.
 
-        Raises TransportError if discovery can't be reached; the key then is what it was before.
+        Raises TransportError if discovery can't be reached; the key then is what it was before. A
+        ClosedError says that it is closed before or meanwhile.
         """
         lease = await self.lease()
         before = self.keys.get(key)
@@ -73,6 +75,9 @@ class Announcer:
                     del self.keys[key]
                 else:
                     self.keys[key] = before
+            if isinstance(error, KvflashError):
+                # Its lease may be gone already, which would be the wrong reason.
+                self._check_open(error)
             raise
 
     def announce_soon(self, key: str, value: bytes) -> None:
@@ -93,9 +98,8 @@ class Announcer:
 
     async def lease(self) -> Lease:
         """The lease, granted by the first call; ClosedError if it is closed before or meanwhile."""
-        async with self._granting:
-            self._check_open()
-            return self._lease or await self._grant()
+        self._check_open()
+        return self._lease or await self._grant()
 
     async def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         """Delete all keys, within ``timeout_s``; if that fails, they end with the lease."""
@@ -113,22 +117,44 @@ class Announcer:
     async def _leave(self) -> None:
         # First, so that neither of them puts a key or asks for a lease after this.
         await cancel([task for task in (self._keeper, self._settler) if task is not None])
+        if self._granting is not None:
+            # It revokes the lease itself, as long as discovery is open.
+            await asyncio.wait({self._granting})
         if self._lease is not None:
             await self._lease.revoke()
 
     async def _grant(self) -> Lease:
-        lease = await self._discovery.lease(self._ttl_s, lease_id=self._lease_id)
-        if self._is_closed:
-            # It was closed meanwhile and knows nothing of this lease.
-            await lease.revoke()
+        """A new lease, the one that is asked for already if there is one."""
+        granting = self._granting
+        if granting is None:
+            granting = self._granting = asyncio.get_running_loop().create_task(self._ask())
+            granting.add_done_callback(self._granted)
+        await asyncio.wait({granting})
+        return granting.result()
+
+    async def _ask(self) -> Lease:
+        try:
+            lease = await self._discovery.lease(self._ttl_s, lease_id=self._lease_id)
+            if self._is_closed:
+                # It was closed meanwhile and knows nothing of this lease.
+                await lease.revoke()
+        except KvflashError as error:
+            self._check_open(error)
+            raise
         self._check_open()
         self._lease = lease
         self._keeper = asyncio.get_running_loop().create_task(self._keep(lease))
         return lease
 
-    def _check_open(self) -> None:
+    def _granted(self, granting: asyncio.Task[Lease]) -> None:
+        self._granting = None
+        if not granting.cancelled():
+            # Its callers may all be cancelled; asyncio would then log its failure.
+            granting.exception()
+
+    def _check_open(self, cause: KvflashError | None = None) -> None:
         if self._is_closed:
-            raise ClosedError(f"{self._what} is no longer announced")
+            raise ClosedError(f"{self._what} is no longer announced") from cause
 
     async def _keep(self, lease: Lease) -> None:
         """Announce everything again after the lease is lost."""

@@ -160,9 +160,17 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
         self, endpoint: Endpoint, handler: Handler, *, requests_max: int | None, is_graceful: bool
     ) -> None:
         """Serve an endpoint until the shutdown; a task that is cancelled withdraws it."""
-        served = await self.start_serving(
-            endpoint, handler, requests_max=requests_max, is_graceful=is_graceful
-        )
+        self._check_running()
+        try:
+            served = await self.start_serving(
+                endpoint, handler, requests_max=requests_max, is_graceful=is_graceful
+            )
+        except ClosedError:
+            if self._shutdown is None:
+                raise
+            # The shutdown began meanwhile, and leaves nothing of it.
+            await self._stopped.wait()
+            return
         try:
             await self._stopped.wait()
         finally:
