@@ -173,15 +173,49 @@ def _shown(raw: Any) -> str:
     return json.dumps(raw, default=str)[:64]
 
 
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of a file; refuses a key that it has twice."""
+class _Pairs(list[tuple[str, Any]]):
+    """A mapping as the file has it, maybe with duplicate keys."""
+
+
+def _mappings(content: Any) -> Any:
+    """The file's content with mappings as dicts; refuses one that has a key twice."""
+    # A value that YAML's aliases repeat is read once: they can repeat it billions of times.
+    done: dict[int, Any] = {}
+
+    def plain(value: Any, place: str) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        if id(value) not in done:
+            if isinstance(value, _Pairs):
+                found = _unique(value, place)
+                done[id(value)] = {
+                    key: plain(item, _place(place, key)) for key, item in found.items()
+                }
+            else:
+                items = enumerate(value)
+                done[id(value)] = [plain(item, f"{place}[{index}]") for index, item in items]
+        return done[id(value)]
+
+    return plain(content, "")
+
+
+def _unique(pairs: Iterable[tuple[str, Any]], place: str = "") -> dict[str, Any]:
+    """A mapping of a file, at ``place`` in it; refuses a key that it has twice."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
             first = next(one for one in found if one == key)
-            raise ConfigError(_duplicates(first, key))
+            raise ConfigError(_duplicates(_place(place, first), _place(place, key)))
         found[key] = value
     return found
+
+
+def _place(outer: str, key: str) -> Key:
+    """The place of a key in the file, such as ``tokenizer.path``."""
+    name = key if re.fullmatch(r"[\w-]+", key) else json.dumps(key, ensure_ascii=False)
+    place = Key(f"{outer}.{name}" if outer else key)
+    place.line = key.line if isinstance(key, Key) else None
+    return place
 
 
 def _duplicates(first: str, second: str) -> str:
@@ -204,7 +238,7 @@ def _content(path: str) -> dict[str, Any]:
     if kind == "YAML" and Path(path).suffix.lower() not in (".yaml", ".yml"):
         kind = "JSON" if data.lstrip()[:1] == b"{" else kind
     try:
-        found = {"JSON": _json, "TOML": _toml, "YAML": _yaml}[kind](data.decode())
+        found = _mappings({"JSON": _json, "TOML": _toml, "YAML": _yaml}[kind](data.decode()))
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:
@@ -218,7 +252,7 @@ def _content(path: str) -> dict[str, Any]:
 
 
 def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique)
+    return json.loads(text, object_pairs_hook=_Pairs)
 
 
 def _toml(text: str) -> Any:
@@ -234,18 +268,18 @@ def _yaml(text: str) -> Any:
     import yaml  # noqa: PLC0415
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Words of YAML 1.2, and mappings without duplicate keys."""
+        """Words of YAML 1.2, and mappings with the lines of their keys."""
 
         yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
     for kind, pattern, first in _YAML_WORDS:
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), first)
 
-    def mapping(loader: Any, node: Any) -> dict[str, Any]:
+    def mapping(loader: Any, node: Any) -> _Pairs:
         pairs = [(Key(key), value) for key, value in loader.construct_pairs(node, deep=True)]
         for (key, _), (place, _) in zip(pairs, node.value, strict=True):
             key.line = place.start_mark.line + 1
-        return _unique(pairs)
+        return _Pairs(pairs)
 
     Loader.add_constructor("tag:yaml.org,2002:map", mapping)
     try:

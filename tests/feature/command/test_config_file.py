@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -231,7 +232,10 @@ def test_what_is_wrong_is_named_in_one_line(
         ("worker: 5", "worker: must be a list of strings, got 5"),
         ("worker: [[a]]", 'worker: must be a list of strings, got [["a"]]'),
         ("worker: [{events: tcp://a:1}]", 'a worker needs a url, got {"events": "tcp://a:1"}'),
-        ("worker: [{url: http://a, id: 1,\n  id: 2}]", "'id' (line 1) and 'id' (line 2) set the"),
+        (
+            "worker: [{url: http://a, id: 1,\n  id: 2}]",
+            "'worker[0].id' (line 1) and 'worker[0].id' (line 2) set",
+        ),
         ("worker: {http://a: {url: http://b}}", "worker: 'url' and 'url' (line 1) set the same"),
         ("worker: [{url: 'http://a,id=1'}]", "'http://a,id=1' must not contain a comma or a space"),
         ("worker: a\n\nworkers: b", "'worker' (line 1) and 'workers' (line 3) set the same thing"),
@@ -257,6 +261,36 @@ def test_the_form_goes_by_the_name(
     text: str, name: str, told: str, file: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in refused(capsys, frontend, "--config", file(text, name))
+
+
+TWICE = "set the same thing; keep one of them"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.yaml", "t:\n  a: {path: 1}\n  a: 2", f"'t.a' (line 2) and 't.a' (line 3) {TWICE}"),
+        ("a.yaml", "t:\n- b: {'x y': 1,\n 'x y': 2}", "'t[0].b.\"x y\"' (line 2) and 't[0].b."),
+        ("a.yaml", "t: &a {b: {c: 1, c: 2}}\nu: *a", "'t.b.c' (line 1) and 't.b.c' (line 1) "),
+        ("a.json", '{"t": {"path": 1, "path": 2}}', f"'t.path' and 't.path' {TWICE}"),
+        ("a.json", '{"t": [1, {"u": {"v": 1, "v": 2}}]}', f"'t[1].u.v' and 't[1].u.v' {TWICE}"),
+        ("a.toml", "t = [\n1]\nt = [\n1]\n", "Cannot overwrite a value (at line 4, column 3)"),
+        ("a.toml", "t = {a = 1, a = 2}\n", "Duplicate inline table key 'a' (at line 1, "),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_there_twice_is_named_with_its_place(
+    name: str, text: str, told: str, file: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, frontend, "--config", file(text, name))
+
+
+def test_aliases_that_repeat_a_value_without_end_are_read_once(
+    file: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"x{number}" for number in range(40)]
+    lines = ["x0: &x0 [1]"]
+    lines += [f"{new}: &{new} [*{old}, *{old}]" for old, new in itertools.pairwise(names)]
+    assert "unknown key 'x0'" in refused(capsys, frontend, "--config", file("\n".join(lines)))
 
 
 def test_words_mean_what_they_look_like(file: Write) -> None:
