@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import aiohttp
 import msgpack
 import pytest
+from aiohttp import web
 
 from kvflash import DistributedRuntime, NotFoundError, OverloadedError, RuntimeLimits
 from kvflash.runtime import http
@@ -293,10 +294,31 @@ def test_http_connections_have_a_limit_and_idle_ones_end() -> None:
     run(serve("http", use, connections_max=2, server_idle_s_max=1.0, cancel_grace_s=0.05))
 
 
+def test_few_http_connections_are_let_in_by_counting_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A count costs as much as there are connections."""
+    counted = 0
+
+    def connections(server: web.Server) -> list[Any]:
+        nonlocal counted
+        counted += 1
+        return list(server._connections)
+
+    monkeypatch.setattr(web.Server, "connections", property(connections))
+
+    async def use(runtime: DistributedRuntime, transport: dict[str, Any]) -> None:
+        for _ in range(50):
+            assert (await on_socket(transport, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.0 ")
+        assert counted < 10
+
+    run(serve("http", use, connections_max=20))
+
+
 def test_refused_http_connections_of_one_turn_have_a_limit() -> None:
     limits = SimpleNamespace(connections_max=1, cancel_grace_s=0.05)
     runner = SimpleNamespace(server=SimpleNamespace(connections=[None]))
-    server: Any = SimpleNamespace(_runner=runner, _limits=limits, _refused={})
+    server: Any = SimpleNamespace(_runner=runner, _limits=limits, _refused={}, _spare=0)
     aborted: list[int] = []
     for number in range(3 * http.REFUSED_MAX):
         entrance = Mock()

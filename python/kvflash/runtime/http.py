@@ -63,6 +63,8 @@ class HttpServer(PlaneServer):
 
     async def start(self) -> None:
         self._refused: dict[_Entrance, None] = {}
+        # Connections that may come until they are counted again: aiohttp copies a list of all.
+        self._spare = 0
         app = web.Application(client_max_size=self._limits.frame_bytes_max)
         app.router.add_post("/{namespace}/{component}/{endpoint}", self._answer)
         self._runner = web.AppRunner(
@@ -92,7 +94,10 @@ class HttpServer(PlaneServer):
         """Let aiohttp serve a new connection, or refuse it at the limit."""
         server, limit = self._runner.server, self._limits.connections_max
         assert server is not None, "the runner was set up"
-        if len(server.connections) < limit:
+        if not self._spare:
+            self._spare = max(0, limit - len(server.connections))
+        if self._spare:
+            self._spare -= 1
             watch_socket(entrance.transport.get_extra_info("socket"), self._limits)
             handler = server()
             entrance.transport.set_protocol(handler)
