@@ -490,6 +490,36 @@ def test_there_is_nobody(plane: str, environment: Environment) -> None:
     run(scenario())
 
 
+def test_an_endpoint_that_is_served_again_answers_each_request_once(
+    plane: str, environment: Environment
+) -> None:
+    environment("mem", plane)
+
+    async def scenario() -> None:
+        served: list[int] = []
+
+        async def handle(number: int) -> AsyncIterator[int]:
+            served.append(number)
+            yield number
+
+        async with DistributedRuntime() as server, DistributedRuntime() as asker:
+            endpoint, client = server.endpoint("t.a.run"), asker.endpoint("t.a.run").client()
+            for number in range(4):
+                serving = asyncio.create_task(endpoint.serve_endpoint(handle))
+                await client.wait_for_instances(30)
+                assert [item async for item in await client.generate(number)] == [number]
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+                async def is_gone() -> bool:
+                    return client.instance_ids() == []
+
+                await eventually(is_gone, "the endpoint to be withdrawn")
+            assert served == [0, 1, 2, 3]
+
+    run(scenario())
+
+
 def test_a_thousand_streams_at_once(plane: str, environment: Environment) -> None:
     environment("mem", plane)
     streams_count, items_count = 1_000, 20

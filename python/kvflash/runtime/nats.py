@@ -100,6 +100,8 @@ class NatsServer(PlaneServer):
         # Requests of which some parts have arrived, and when the last one did.
         self._partial: dict[bytes, tuple[FrameReader, float]] = {}
         self._answers: dict[bytes, _Answer] = {}
+        # An endpoint may be served again: a second subscription would repeat its requests.
+        self._subjects: set[str] = set()
         self._ticking: asyncio.Task[None]
 
     async def start(self) -> None:
@@ -109,7 +111,9 @@ class NatsServer(PlaneServer):
     async def open(self, endpoint: str) -> dict[str, Any]:
         subject = f"kvflash.{endpoint.replace('/', '.')}.{self._serving.instance_id}"
         async with nats_login.reaching("NATS"):
-            await self._connection.subscribe(subject, cb=self._receive)
+            if subject not in self._subjects:
+                await self._connection.subscribe(subject, cb=self._receive)
+                self._subjects.add(subject)
             await self._connection.flush()
         return {"kind": "nats", "subject": subject}
 
