@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +27,7 @@ from kvflash import (
     TransportError,
     WorkerError,
 )
+from kvflash.runtime import tcp
 from kvflash.runtime.frame import Request
 from kvflash.runtime.instances import Instance
 from kvflash.runtime.plane import FailedError
@@ -471,6 +473,60 @@ def test_closing_the_asking_runtime_ends_its_streams_with_an_error(
             with pytest.raises(ClosedError):
                 await pair.client.generate(1)
             await eventually(pair.is_idle, "the handlers to be gone")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_request_that_comes_to_be_sent_after_the_close_says_so(
+    is_connected: bool, plane: str, environment: Environment
+) -> None:
+    """Its instance is picked that late: nothing may be opened that the close did not close."""
+    environment("mem", plane)
+
+    async def scenario() -> None:
+        async with Pair(count) as pair:
+            (server_id,) = await pair.client.wait_for_instances(30)
+            if is_connected:
+                assert len(await pair.ask(2)) == 2
+            is_picking, goes_on = asyncio.Event(), asyncio.Event()
+
+            async def pick(_tried: set[int]) -> tuple[int, int]:
+                is_picking.set()
+                await goes_on.wait()
+                return server_id, 2
+
+            sending = asyncio.create_task(pair.client.send(pick))
+            await is_picking.wait()
+            await pair.asker.close()
+            goes_on.set()
+            with pytest.raises(ClosedError, match="the runtime is closed"):
+                await sending
+
+    run(scenario())
+
+
+def test_a_connection_that_is_made_during_the_close_is_closed() -> None:
+    async def scenario() -> None:
+        is_over = asyncio.Event()
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+            is_over.set()
+
+        async with await asyncio.start_server(take, "127.0.0.1", 0) as there:
+            address = f"127.0.0.1:{there.sockets[0].getsockname()[1]}"
+            client = tcp.make_client(RuntimeLimits())
+            asking = asyncio.create_task(
+                client.ask({"address": address}, Request("id", "a/b/c", 1, {}))
+            )
+            await asyncio.sleep(0)
+            await client.close()
+            with pytest.raises(ClosedError, match="the runtime is closed"):
+                await asking
+            await asyncio.wait_for(is_over.wait(), 30)
 
     run(scenario())
 

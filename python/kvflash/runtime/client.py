@@ -76,6 +76,7 @@ class Client:
 
         Raises:
             DeadlineError: No instance appeared within ``timeout_s``.
+            ClosedError: The runtime is closed, before or meanwhile.
         """
         limit_s = _limit_s(timeout_s)
         self._instances.start()

@@ -39,14 +39,16 @@ class Instances:
 
     def start(self) -> None:
         """Start following; further calls do nothing. ClosedError if the discovery is closed."""
-        if self._is_closed:
-            raise ClosedError("the runtime is closed")
+        self._check_open()
         if self._task is None:
             watch = self._discovery.watch(self._prefix)
             self._task = asyncio.get_running_loop().create_task(self._follow(watch))
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until the current instances are known; TransportError after ``timeout_s``."""
+        """Wait until the current instances are known.
+
+        Raises TransportError after ``timeout_s``, ClosedError if the runtime is closed meanwhile.
+        """
         self.start()
         if self._synced.is_set():
             return
@@ -54,10 +56,17 @@ class Instances:
             await asyncio.wait_for(self._synced.wait(), timeout_s)
         except asyncio.TimeoutError as error:
             raise TransportError(f"discovery has not answered within {timeout_s:g} s") from error
+        self._check_open()
 
     async def changed(self) -> None:
+        """Wait for a change; ClosedError if the runtime is closed meanwhile."""
         self._changed.clear()
         await self._changed.wait()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the runtime is closed")
 
     def suspect(self, instance_id: int, for_s: float) -> None:
         """Skip an instance for a while."""
@@ -79,6 +88,9 @@ class Instances:
 
     async def close(self) -> None:
         self._is_closed = True
+        # Tasks that wait for these would wait forever.
+        for event in (self._synced, self._changed):
+            event.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -312,10 +312,6 @@ class NatsClient(PlaneClient):
         except TransportError as error:
             logger.warning("%s", error)
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the runtime is closed")
-
     async def _connect(self) -> NatsConnection:
         connection = await connect()
         try:

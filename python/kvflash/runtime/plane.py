@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from kvflash.address import netloc
-from kvflash.errors import ConfigError, DecodeError, TransportError
+from kvflash.errors import ClosedError, ConfigError, DecodeError, TransportError
 from kvflash.runtime.frame import Failure, Kind, Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.settings import PLANES, listen_address
@@ -114,8 +114,8 @@ class PlaneClient(ABC):
     async def ask(self, transport: dict[str, Any], request: Request) -> Reply:
         """Send a request.
 
-        Raises TransportError if the instance can't be reached, and InvalidArgumentError if the
-        request is too large or can't be encoded.
+        Raises TransportError if the instance can't be reached, InvalidArgumentError if the request
+        is too large or can't be encoded, and ClosedError if the client is closed meanwhile.
         """
 
     async def close(self) -> None:
@@ -123,6 +123,10 @@ class PlaneClient(ABC):
         self._is_closed = True
         for reply in list(self.replies):
             reply.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the runtime is closed")
 
 
 def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneServer:
@@ -146,9 +150,13 @@ class PlaneClients:
     def __init__(self, limits: RuntimeLimits) -> None:
         self._limits = limits
         self._by_kind: dict[str, PlaneClient] = {}
+        self._is_closed = False
 
     def of(self, transport: dict[str, Any]) -> PlaneClient:
-        """The client for a transport; TransportError if none can be created."""
+        """The client for a transport; a TransportError says that none can be created."""
+        if self._is_closed:
+            # Nothing would close what it opens.
+            raise ClosedError("the runtime is closed")
         kind = str(transport.get("kind"))
         if kind not in self._by_kind:
             try:
@@ -159,6 +167,7 @@ class PlaneClients:
 
     async def close(self) -> None:
         """Close all of them, even if one fails to."""
+        self._is_closed = True
         async with AsyncExitStack() as closing:
             for client in self._by_kind.values():
                 closing.push_async_callback(client.close)

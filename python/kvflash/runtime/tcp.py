@@ -128,7 +128,7 @@ class TcpClient(PlaneClient):
                 connection.close()
 
     async def connect(self, address: str) -> Connection:
-        """Open a connection within connect_timeout_s, or raise TransportError."""
+        """Open a connection within connect_timeout_s, or raise TransportError or ClosedError."""
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
         try:
@@ -144,6 +144,10 @@ class TcpClient(PlaneClient):
             ) from error
         except (OSError, ValueError) as error:
             raise TransportError(f"{address} can't be reached: {error}") from error
+        if self._is_closed:
+            # The close knew nothing of this connection.
+            connection.abort()
+        self._check_open()
         return connection
 
     def keep(self, address: str, connection: Connection) -> None:

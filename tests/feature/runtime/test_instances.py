@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from kvflash import ClosedError, DistributedRuntime
-from kvflash.discovery import Delete, MemoryDiscovery
+from kvflash.discovery import Delete, MemoryDiscovery, Watch
 from kvflash.errors import DecodeError
 from kvflash.runtime.instances import Instances
 from kvflash.runtime.worker_key import key_kind
@@ -60,6 +61,25 @@ def test_thousands_of_digits_name_no_worker() -> None:
     instances = Instances(MemoryDiscovery(is_shared=False), PREFIX)
     instances._apply(Delete(f"{PREFIX}{'9' * 5_000}"))
     assert not instances.by_id
+
+
+def test_whoever_waits_for_instances_learns_of_the_close() -> None:
+    class Silent(MemoryDiscovery):
+        def watch(self, prefix: str) -> Watch:
+            return Watch(prefix, lambda _watch: None)
+
+    async def scenario() -> None:
+        runtime = DistributedRuntime(Silent(is_shared=False))
+        client = runtime.endpoint("a.b.c").client()
+        works = (client.wait_for_instances(), client.random(1))
+        waiting = [asyncio.create_task(work) for work in works]
+        await asyncio.sleep(0)
+        await runtime.close()
+        for task in waiting:
+            with pytest.raises(ClosedError, match="the runtime is closed"):
+                await asyncio.wait_for(task, 5)
+
+    run(scenario())
 
 
 def test_a_discovery_that_was_closed_is_said_at_once() -> None:
