@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from kvflash.errors import KvflashError
+
 REMIND_S = 60.0
 
 
@@ -38,6 +40,11 @@ class Outage:
             return
         self._said_s, self._kind = now, kind
         self._logger.warning("%s", message, exc_info=unexpected if is_new else None)
+
+    def fails(self, message: str, error: Exception) -> None:
+        """As :meth:`lasts`; any error but this package's own is unexpected."""
+        unexpected = None if isinstance(error, KvflashError) else error
+        self.lasts(message, kind=type(error), unexpected=unexpected)
 
     def ends(self) -> None:
         """An attempt succeeded."""

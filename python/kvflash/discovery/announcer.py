@@ -195,14 +195,9 @@ class Announcer:
                 return
             if failure is not None:
                 where, error = failure
-                is_expected = isinstance(error, KvflashError)
-                why = (is_expected and str(error)) or repr(error)
+                why = (isinstance(error, KvflashError) and str(error)) or repr(error)
                 text = f"can't update the announcements of {self._what}: {where}{why}"
-                outage.lasts(
-                    f"{text}; trying again",
-                    kind=type(error),
-                    unexpected=None if is_expected else error,
-                )
+                outage.fails(f"{text}; trying again", error)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._lease_lost.wait(), pause_s)
                 pause_s = min(pause_s * 2, pause_s_max)

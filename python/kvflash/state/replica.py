@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvflash.errors import DecodeError, KvflashError, NotFoundError, TransportError
+from kvflash.outage import Outage
 from kvflash.state.discovered import DiscoveredRoster
 from kvflash.state.frames import CatalogSink
 from kvflash.transport.base import Message, Pointer
@@ -69,26 +70,29 @@ class Replica:
         self.generation = 0
         self._moved = asyncio.Event()
         self._is_caught_up = asyncio.Event()
+        self._outage = Outage(logger, f"state of {name}: the log is followed again")
+        self._pause_s = _RETRY_S
 
     async def run(self) -> None:
         """Follow until cancelled; unreachable servers are retried."""
-        pause_s, said = _RETRY_S, ""
         while True:
             try:
                 await self._follow()
-                pause_s, said = _RETRY_S, ""
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(_RETRY_S)
             except Exception as error:
                 self.stats.errors_total += 1
-                # Continue also after an unexpected exception, with its traceback logged once: an
-                # index that never changes again would be worse.
-                is_new = not isinstance(error, KvflashError) and repr(error) != said
-                reason, said = str(error) or repr(error), repr(error)
-                text = "state of %s: %s; trying again in %g s"
-                logger.warning(text, self.name, reason, pause_s, exc_info=is_new)
+                # Continue also after an unexpected exception: an index that never changes again
+                # would be worse.
+                reason = str(error) or repr(error)
+                self._outage.fails(f"state of {self.name}: {reason}; trying again", error)
                 await self._close_reader()
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _RETRY_S_MAX)
+                await asyncio.sleep(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, _RETRY_S_MAX)
+
+    def _works(self) -> None:
+        """The log was read: the next failure is a new outage."""
+        self._outage.ends()
+        self._pause_s = _RETRY_S
 
     async def stop(self) -> None:
         """Leave without a floor or a name. Call it after the task of :meth:`run` has ended."""
@@ -138,6 +142,7 @@ class Replica:
                 is_behind = await self._look_after()
                 if not (is_behind and was_behind):
                     was_behind = is_behind
+                    self._works()
                     continue
             was_behind = False
             if not messages or not await self._take(messages):
@@ -148,6 +153,7 @@ class Replica:
             logger.debug("state of %s: applied", self.name)
             await reader.ack(self.stats.applied)
             logger.debug("state of %s: acknowledged", self.name)
+            self._works()
 
     async def _take(self, messages: Sequence[Message]) -> bool:
         """Apply the next messages. False if one is missing."""

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvflash.discovery import Lease
-from kvflash.errors import KvflashError, NotFoundError, TransportError
+from kvflash.errors import NotFoundError, TransportError
+from kvflash.outage import Outage
 from kvflash.state.discovered import DiscoveredLock
 from kvflash.state.frames import reset_headers
 from kvflash.state.replica import Replica
@@ -52,6 +53,12 @@ class Outcome(Enum):
     FENCED = "another one was faster"
     INCOMPLETE = "this replica is incomplete"
     EMPTY = "nothing new"
+
+
+_ADVICE = {
+    Outcome.INCOMPLETE: ", so others take them: the log says above which messages or parts of a "
+    "snapshot it refused",
+}
 
 
 @dataclass
@@ -83,6 +90,7 @@ class Snapshots:
         self.stats = SnapshotStats()
         #: Why the last check failed; empty if it did not.
         self.failure = ""
+        self._said: Outcome | None = None
         self._replica, self._name = replica, replica.name
         self._log, self._blobs, self._roster = replica.log, replica.blobs, replica.roster
         self._sink, self._lock = replica.sink, lock
@@ -92,16 +100,15 @@ class Snapshots:
     async def run(self) -> None:
         """Check once a second until cancelled; unreachable servers are retried."""
         await self._replica.wait_caught_up()
-        said = ""
+        outage = Outage(logger, f"snapshots of {self._name}: checks succeed again")
         while True:
             try:
                 await self.tick()
-                said = self.failure = ""
+                self.failure = ""
+                outage.ends()
             except Exception as error:
-                is_new = not isinstance(error, KvflashError) and repr(error) != said
-                text = str(error) or repr(error)
-                logger.warning("snapshots of %s: %s", self._name, text, exc_info=is_new)
-                said, self.failure = repr(error), text
+                self.failure = str(error) or repr(error)
+                outage.fails(f"snapshots of {self._name}: {self.failure}; trying again", error)
             await asyncio.sleep(_TICK_S)
 
     async def tick(self) -> None:
@@ -110,7 +117,11 @@ class Snapshots:
         state = await self._log.state()
         if await self._is_due(state):
             outcome = await self.take()
-            logger.info("snapshots of %s: %s", self._name, outcome.value)
+            # What keeps it from taking any does so at every check.
+            if outcome is Outcome.DONE or outcome is not self._said:
+                advice = _ADVICE.get(outcome, "")
+                logger.info("snapshots of %s: %s%s", self._name, outcome.value, advice)
+            self._said = outcome
         elif self._is_full(state):
             # A reader that was behind at the last snapshot may have caught up.
             await self._purge()
