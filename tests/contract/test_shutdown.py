@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvflash import ClosedError, DistributedRuntime, TransportError
 from kvflash.discovery import Lease, MemoryDiscovery
 from kvflash.discovery.announcer import Announcer
-from kvflash.runtime import distributed, nats
+from kvflash.runtime import distributed, nats, tcp
 from kvflash.runtime.frame import Request
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import PlaneClients, PlaneServer
-from support_runtime import run
+from kvflash.runtime.serving import Serving
+from support_runtime import eventually, run
 
 ENDPOINT = "t.workers.run"
 
@@ -122,6 +125,41 @@ def test_a_server_that_starts_during_the_shutdown_is_closed(
             with pytest.raises(ClosedError):
                 await serving
         assert server.is_closed
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("has_task", [True, False])
+def test_a_client_that_does_not_read_keeps_no_server_open(has_task: bool) -> None:
+    """As with Python 3.12 and later, the listener is closed once all connections are."""
+
+    async def scenario() -> None:
+        limits = RuntimeLimits(cancel_grace_s=0.05)
+        server = tcp.make_server(Serving(1, limits), host="127.0.0.1", port=0)
+        await server.start()
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port))):
+
+            async def is_connected() -> bool:
+                return len(server._tasks) == 1
+
+            await eventually(is_connected, "the connection")
+            (connection,) = server._tasks
+            connection.write(b"x" * 32 * 1024 * 1024)
+            if not has_task:
+                connection.close()
+                server._tasks.popitem()[1].cancel()
+
+            async def wait_closed() -> None:
+                async def is_lost() -> bool:
+                    return connection.is_lost
+
+                await eventually(is_lost, "the connection to end")
+
+            closing = Mock(wraps=server._listener, wait_closed=wait_closed)
+            server._listener = closing
+            await asyncio.wait_for(server.close(), 10)
+            closing.close.assert_called_once_with()
 
     run(scenario())
 

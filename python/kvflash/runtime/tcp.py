@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from typing import Any
+from weakref import WeakSet
 
 from kvflash.errors import (
     ClosedError,
@@ -28,6 +29,8 @@ class TcpServer(PlaneServer):
     def __init__(self, serving: Serving, *, host: str, port: int) -> None:
         super().__init__(serving, host=host, port=port)
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
+        # Until they are lost, also those that only send their rest.
+        self._connections: WeakSet[Connection] = WeakSet()
         self.address = ""
 
     async def start(self) -> None:
@@ -44,9 +47,16 @@ class TcpServer(PlaneServer):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._listener.wait_closed()
+        try:
+            await asyncio.wait_for(self._listener.wait_closed(), self._limits.cancel_grace_s)
+        except asyncio.TimeoutError:
+            # From Python 3.12 on it waits for all connections, and some clients never read.
+            for connection in list(self._connections):
+                connection.abort()
+            await self._listener.wait_closed()
 
     def _accept(self, connection: Connection) -> None:
+        self._connections.add(connection)
         if len(self._tasks) >= self._limits.connections_max:
             error = OverloadedError(f"{self._limits.connections_max} connections, the maximum")
             connection.write(Failure.of(error, retry=True).pack())
