@@ -289,6 +289,25 @@ def test_the_folder_must_be_ours_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert default_folder() == Path(f"/run/user/7/kvflash-{os.getuid()}/discovery")
 
 
+def test_a_folder_that_is_refused_at_the_close_keeps_no_lease_alive(tmp_path: Path) -> None:
+    folder = tmp_path / "discovery"
+
+    async def scenario() -> None:
+        mine = FileDiscovery(folder)
+        for key in ("a", "b"):
+            await mine.put(key, b"1", await mine.lease())
+        folder.chmod(0o777)
+        await mine.close()
+        folder.chmod(0o700)
+        other = FileDiscovery(folder)
+        assert await other.get_prefix("") == {}
+        await other.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    # Without a task of its own for a time limit: the poller would be another task.
+    asyncio.run(scenario())
+
+
 def test_nobody_else_can_put_another_folder_in_its_place(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -105,8 +105,8 @@ class FileDiscovery(Discovery):
         try:
             async with self._locked():
                 self._folder.sweep()
-        except TransportError as error:
-            # It is dead to all others, which delete its files.
+        except KvflashError as error:
+            # It is dead to all others, which delete its files; the next one has to be, too.
             logger.warning("%s", error)
 
     @asynccontextmanager
