@@ -129,6 +129,39 @@ def test_a_server_that_starts_during_the_shutdown_is_closed(
     run(scenario())
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_broker_that_the_shutdown_leaves_is_no_failure(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to be subscribed to an endpoint just then."""
+
+    async def scenario() -> None:
+        server = Server(is_open=True)
+        is_opening, is_closed = asyncio.Event(), asyncio.Event()
+
+        async def open_late(_endpoint: str) -> dict[str, Any]:
+            is_opening.set()
+            await is_closed.wait()
+            raise TransportError("NATS: connection closed")
+
+        monkeypatch.setattr(server, "open", open_late)
+        monkeypatch.setattr(distributed, "make_server", lambda *_, **__: server)
+        runtime = DistributedRuntime("mem")
+        endpoint = runtime.endpoint(ENDPOINT)
+        work = endpoint.serve_endpoint(handle) if waits else runtime.start_serving(endpoint, handle)
+        serving = asyncio.create_task(work)
+        await is_opening.wait()
+        await runtime.close()
+        is_closed.set()
+        if waits:
+            assert await serving is None
+        else:
+            with pytest.raises(ClosedError, match="the runtime is shut down"):
+                await serving
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("has_task", [True, False])
 def test_a_client_that_does_not_read_keeps_no_server_open(has_task: bool) -> None:
     """As with Python 3.12 and later, the listener is closed once all connections are."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvflash.discovery import Discovery, open_discovery
 from kvflash.discovery.announcer import Announcer
 from kvflash.discovery.base import new_lease_id
-from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
+from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError, TransportError
 from kvflash.runtime.arguments import check_range
 from kvflash.runtime.client import Client
 from kvflash.runtime.component import Endpoint, Namespace
@@ -197,9 +197,12 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
             transport = await server.open(path)
             self._signals.take(self.shutdown)
             await self.announce_instance(path, transport)
-        except BaseException:
+        except BaseException as error:
             if self._shutdown is None:
                 await self._stop_serving(served)
+            elif isinstance(error, TransportError):
+                # The shutdown has closed what it wanted to use.
+                raise ClosedError("the runtime is shut down") from error
             raise
         return served
 
