@@ -224,6 +224,8 @@ class CatalogSink:
         if self._away.pop(instance_id, None) is not None:
             self._moves += 1
         self._beside.expel(instance_id)
+        # Messages that came while it was away have registered it beside.
+        self._drop_publishers(instance_id)
         for worker in [worker for worker in self._epochs if worker[0] == instance_id]:
             del self._epochs[worker]
 

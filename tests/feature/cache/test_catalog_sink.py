@@ -100,6 +100,21 @@ def test_who_stays_away_for_too_long_is_forgotten(
     assert (sink.counts["of_gone_workers"], sink.counts["lost_batches"]) == (2, 3)
 
 
+def test_nothing_stays_of_those_who_left_for_good(
+    sink: CatalogSink, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflash.state.frames._GONE_MAX", 5)
+    for instance_id in range(1, 21):
+        sink.apply([message(instance_id, 0)])
+        sink.leave(instance_id)
+        sink.apply([message(instance_id, 1)])
+        clock.now += 61.0
+    sink.leave(21)
+    assert not sink._publishers
+    assert not sink._epochs
+    assert sink.workers() == []
+
+
 class Undumpable:
     """A catalog that raises when it is dumped."""
 
