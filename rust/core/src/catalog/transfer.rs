@@ -455,23 +455,13 @@ const DOUBTS_MARK: [u8; 8] = *b"kvfdoubt";
 
 /// The workers' entries in the table of groups.
 fn names_of(model: &ModelIndex, workers: &[Worker]) -> Vec<NamesOf> {
-    if model.groups.is_empty() {
-        return Vec::new();
-    }
-    let places: Vec<(Worker, Tier)> =
-        workers.iter().flat_map(|worker| Tier::ALL.map(|tier| (*worker, tier))).collect();
-    let holders: Vec<Holder> =
-        places.iter().map(|(worker, tier)| Holder::Worker(*worker, *tier)).collect();
-    places
-        .iter()
-        .zip(model.groups.dump(&holders))
-        .filter(|(_, names)| !names.is_empty())
-        .map(|((worker, tier), names)| NamesOf {
-            worker: (worker.instance_id, worker.dp_rank),
-            tier: tier.name().to_owned(),
-            names,
-        })
-        .collect()
+    let places = workers.iter().flat_map(|worker| Tier::ALL.map(|tier| (*worker, tier)));
+    let names = places.map(|(worker, tier)| NamesOf {
+        worker: (worker.instance_id, worker.dp_rank),
+        tier: tier.name().to_owned(),
+        names: model.groups.dump(&Holder::Worker(worker, tier)),
+    });
+    names.filter(|of| !of.names.is_empty()).collect()
 }
 
 /// What follows a part's snapshot: msgpack, its length and a marker; nothing without entries.
