@@ -514,6 +514,20 @@ mod tests {
     }
 
     #[test]
+    fn a_cleared_seat_is_the_last_to_be_taken_again() {
+        let index = GroupIndex::new(0, 7);
+        let mut taken = Vec::new();
+        for worker in 0..3 {
+            index.store(&device(worker), 0, &[1]);
+            taken.push(index.seats(|seat_of| seat_of(&device(worker))));
+            index.clear(&device(worker));
+        }
+        assert_eq!(taken, [Some(0), Some(1), Some(2)]);
+        let mut seats = Seats { opened: CROWD, free: [5, 3].into(), ..Seats::default() };
+        assert_eq!([(); 3].map(|()| seats.number()), [Some(5), Some(3), None]);
+    }
+
+    #[test]
     fn what_was_cleared_is_never_seen_again_and_leaves_no_room_behind() {
         let index = GroupIndex::new(0, 7);
         for round in 0..50_u64 {
