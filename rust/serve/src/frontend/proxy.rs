@@ -28,6 +28,9 @@ use crate::via::VIA;
 /// Maximum 1xx responses before the final one: an engine with more never answers.
 const MAX_INFORMATIONAL: usize = 16;
 
+/// Maximum idle connections to an engine.
+const MAX_IDLE: usize = 1_024;
+
 /// An engine's responses to the frontend's own questions are small; larger ones are refused.
 const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 
@@ -42,12 +45,29 @@ pub(crate) fn held(body: impl Into<Bytes>) -> Outgoing {
 /// HTTP/1 to the engines, with persistent connections.
 #[derive(Debug, Clone)]
 pub(crate) struct Upstream {
-    client: Client<Connector, Outgoing>,
-    /// For workers that were added over HTTP. They have connections of their own: kept ones of the others were not
-    /// held to `--worker-allow`.
-    client_of_added: Client<Connector, Outgoing>,
+    kept: Clients,
+    /// Each request has a new connection.
+    fresh: Clients,
     /// Authorization of the frontend's own calls.
     authorization: Option<HeaderValue>,
+}
+
+#[derive(Debug, Clone)]
+struct Clients {
+    ours: Client<Connector, Outgoing>,
+    /// For workers that were added over HTTP. They have connections of their own: kept ones of the others were not
+    /// held to `--worker-allow`.
+    added: Client<Connector, Outgoing>,
+}
+
+impl Clients {
+    fn of(&self, spec: &EngineSpec) -> &Client<Connector, Outgoing> {
+        match spec.key {
+            WorkerKey::Ours => &self.ours,
+            // Somebody added it over HTTP.
+            WorkerKey::Own(_) | WorkerKey::Nothing => &self.added,
+        }
+    }
 }
 
 /// Why an attempt, or a call of the frontend itself, ended before the first byte.
@@ -81,9 +101,13 @@ impl Upstream {
         let authorization = api_key.map(|key| bearer("--worker-api-key", key)).transpose()?;
         let (outbound, limit) = (&options.http.outbound, options.connect_timeout);
         let allow = options.http.worker_allow.clone();
-        let client = client_with(outbound.connector(limit, None));
-        let client_of_added = client_with(outbound.connector(limit, Some(allow)));
-        Ok(Self { client, client_of_added, authorization })
+        let ours = outbound.connector(limit, None);
+        let added = outbound.connector(limit, Some(allow));
+        let [kept, fresh] = [MAX_IDLE, 0].map(|max_idle| Clients {
+            ours: client_with(ours.clone(), max_idle),
+            added: client_with(added.clone(), max_idle),
+        });
+        Ok(Self { kept, fresh, authorization })
     }
 
     /// Send a request to a worker of the runtime; returns at the answer's head.
@@ -91,7 +115,7 @@ impl Upstream {
         &self,
         request: Request<Outgoing>,
     ) -> Result<Response<Incoming>, AttemptError> {
-        send_with(&self.client, request).await
+        send_with(&self.kept.ours, request).await
     }
 
     /// Send a request to an engine; returns at the answer's head.
@@ -100,12 +124,7 @@ impl Upstream {
         spec: &EngineSpec,
         request: Request<Outgoing>,
     ) -> impl Future<Output = Result<Response<Incoming>, AttemptError>> {
-        let client = match spec.key {
-            WorkerKey::Ours => &self.client,
-            // Somebody added it over HTTP.
-            WorkerKey::Own(_) | WorkerKey::Nothing => &self.client_of_added,
-        };
-        send_with(client, request)
+        send_with(self.kept.of(spec), request)
     }
 
     /// The key sent to an engine: the frontend's own, or one specific to the engine.
@@ -127,7 +146,7 @@ impl Upstream {
         path: &str,
         timeout: Duration,
     ) -> Result<(u16, Bytes), AttemptError> {
-        let request = Request::get(url_of(spec, path)).body(held(Bytes::new()));
+        let request = || Request::get(url_of(spec, path)).body(held(Bytes::new()));
         match self.whole(spec, request, MAX_ANSWER_BYTES, timeout).await {
             Ok((status, bytes)) => Ok((status.as_u16(), bytes)),
             Err(error) => {
@@ -146,26 +165,37 @@ impl Upstream {
         limit: usize,
         timeout: Duration,
     ) -> Result<(StatusCode, Bytes), AttemptError> {
-        let request = Request::post(url_of(spec, path))
-            .header(header::CONTENT_TYPE, "application/json")
-            .body(held(body));
+        let body = Bytes::from(body);
+        let request = || {
+            Request::post(url_of(spec, path))
+                .header(header::CONTENT_TYPE, "application/json")
+                .body(held(body.clone()))
+        };
         self.whole(spec, request, limit, timeout).await
     }
 
+    /// An engine may close a kept connection just when it is used, which says nothing about the engine. The request is
+    /// then repeated on a new connection: none of the frontend's own calls changes anything.
     async fn whole(
         &self,
         spec: &EngineSpec,
-        request: axum::http::Result<Request<Outgoing>>,
+        request: impl Fn() -> axum::http::Result<Request<Outgoing>>,
         limit: usize,
         timeout: Duration,
     ) -> Result<(StatusCode, Bytes), AttemptError> {
-        let whole = async {
+        let send = async |clients: &Clients| {
             let mut request =
-                request.map_err(|error| AttemptError::new("bad_target", error, false))?;
+                request().map_err(|error| AttemptError::new("bad_target", error, false))?;
             if let Some(authorization) = self.authorization(spec) {
                 request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
             }
-            let response = self.send_to(spec, request).await?;
+            send_with(clients.of(spec), request).await
+        };
+        let whole = async {
+            let response = match send(&self.kept).await {
+                Err(error) if error.is_sent && error.is_closed => send(&self.fresh).await?,
+                answered => answered?,
+            };
             let status = response.status();
             let whole = Limited::new(response.into_body(), limit).collect().await;
             let whole = whole.map_err(|error| AttemptError::new("no_answer", error, true))?;
@@ -182,12 +212,13 @@ fn url_of(spec: &EngineSpec, path: &str) -> String {
     format!("{}{path}", base_of(&spec.url))
 }
 
-fn client_with(connector: Connector) -> Client<Connector, Outgoing> {
+/// A client that keeps up to `max_idle` connections to each engine.
+fn client_with(connector: Connector, max_idle: usize) -> Client<Connector, Outgoing> {
     Client::builder(TokioExecutor::new())
         .pool_timer(TokioTimer::new())
         // Common engines close idle connections after 5 s; be first, so that no request meets a closed one.
         .pool_idle_timeout(Duration::from_secs(4))
-        .pool_max_idle_per_host(1_024)
+        .pool_max_idle_per_host(max_idle)
         .build(connector)
 }
 
@@ -225,9 +256,9 @@ async fn send_with(
 
 /// Whether the other side's system refused or closed a connection.
 fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
-    use io::ErrorKind::{ConnectionRefused, ConnectionReset};
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset};
     let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
-    matches!(kind, Some(ConnectionRefused | ConnectionReset))
+    matches!(kind, Some(BrokenPipe | ConnectionRefused | ConnectionReset))
         || error.downcast_ref().is_some_and(hyper::Error::is_incomplete_message)
 }
 

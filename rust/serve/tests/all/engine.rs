@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -38,6 +38,10 @@ type Renderer = Arc<dyn Fn(&Value) -> Option<Vec<u32>> + Send + Sync>;
 struct State {
     manner: Mutex<Manner>,
     health: AtomicU16,
+    /// Health checks so far.
+    checked: AtomicUsize,
+    /// It keeps a connection after an answer, and closes it when the next request comes.
+    closes_kept: AtomicBool,
     models: Mutex<Value>,
     /// What it tells at other paths.
     told: Mutex<HashMap<String, Value>>,
@@ -97,6 +101,8 @@ impl Engine {
         let state = Arc::new(State {
             manner: Mutex::new(Manner::Answer(200, json!({ "choices": [] }))),
             health: AtomicU16::new(200),
+            checked: AtomicUsize::new(0),
+            closes_kept: AtomicBool::new(false),
             models: Mutex::new(json!({ "object": "list", "data": models })),
             told: Mutex::new([("/version".to_owned(), json!({ "version": "1.2.3" }))].into()),
             renderer: Mutex::default(),
@@ -166,6 +172,16 @@ impl Engine {
 
     pub fn closes(&self) {
         *self.state.manner.lock() = Manner::Close;
+    }
+
+    /// From now on it keeps connections, and closes each of them when the next request comes.
+    pub fn closes_kept(&self) {
+        self.state.closes_kept.store(true, Ordering::SeqCst);
+    }
+
+    /// Health checks that it answered.
+    pub fn checked(&self) -> usize {
+        self.state.checked.load(Ordering::SeqCst)
     }
 
     pub fn health(&self, status: u16) {
@@ -268,7 +284,10 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
     let told = state.told.lock().get(&path).map(Value::to_string);
     let (status, answer) = match path.as_str() {
         _ if told.is_some() => (200, told.unwrap_or_default()),
-        "/health" => (state.health.load(Ordering::SeqCst), "{}".to_owned()),
+        "/health" => {
+            state.checked.fetch_add(1, Ordering::SeqCst);
+            (state.health.load(Ordering::SeqCst), "{}".to_owned())
+        }
         "/v1/models" => (200, state.models.lock().to_string()),
         "/metrics" => (200, format!("vllm:cache_config_info{{block_size=\"{BLOCK}\"}} 1\n")),
         path if path.ends_with("/render") => match &*state.rendered.lock() {
@@ -313,7 +332,12 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
             }
         }
     };
-    whole(&mut stream, status, &answer).await;
+    if state.closes_kept.load(Ordering::SeqCst) {
+        write(&mut stream, status, "keep-alive", &answer).await;
+        let _next = read(&mut stream, &state.arrived).await;
+    } else {
+        whole(&mut stream, status, &answer).await;
+    }
 }
 
 struct Request {
@@ -360,9 +384,13 @@ async fn read(stream: &mut TcpStream, arrived: &AtomicUsize) -> Option<Request> 
 }
 
 async fn whole(stream: &mut TcpStream, status: u16, body: &str) {
+    write(stream, status, "close", body).await;
+}
+
+async fn write(stream: &mut TcpStream, status: u16, connection: &str, body: &str) {
     let length = body.len();
     let head = format!(
-        "HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+        "HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: {connection}\r\ncontent-length: {length}\r\n\r\n"
     );
     let _gone = stream.write_all(format!("{head}{body}").as_bytes()).await;
 }

@@ -28,6 +28,9 @@ fn counting(engine: &Engine, fields: &'static [&'static str]) {
     engine.renders(renderer());
     engine.replies(move |body| {
         let given = fields.iter().find_map(|field| ids_of(body, field));
+        if given.is_none() && body["prompt"].is_array() {
+            return (400, json!({ "message": "prompt must be a string" }));
+        }
         let tokens = given.map_or_else(|| render(body).unwrap().len(), |ids| ids.len());
         let usage = json!({ "prompt_tokens": tokens, "completion_tokens": 1 });
         (200, json!({ "choices": [], "usage": usage }))

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use super::engine::Engine;
 use super::stage::{DEADLINE, Stage, prompt, until, with};
 
 #[tokio::test]
@@ -442,6 +443,21 @@ async fn what_is_no_answer_is_a_failed_attempt() {
             assert_eq!((answer.status, answer.worker()), (200, good.id), "{status}");
         }
     }
+}
+
+#[tokio::test]
+async fn a_check_that_meets_a_closing_connection_is_repeated_on_a_new_one() {
+    let stage = Stage::new(|options| options.own.health_interval = Duration::from_millis(10));
+    let engine = Engine::start(&[]).await;
+    engine.closes_kept();
+    let engine = stage.add(engine, json!({})).await;
+    let checked = engine.checked();
+    until("ten more checks", async || engine.checked() >= checked + 10).await;
+    let worker = &stage.get("/workers").await[0];
+    assert_eq!((&worker["healthy"], &worker["failures"]), (&json!(true), &json!(0)), "{worker}");
+    let id = engine.id;
+    drop(engine);
+    stage.until_healthy(id, false).await;
 }
 
 #[tokio::test]
