@@ -320,8 +320,30 @@ pub(crate) fn upstream_request(
 pub(crate) fn client_headers(mut headers: HeaderMap) -> HeaderMap {
     let mut listed = named_by_connection(&headers);
     listed.extend(headers.keys().filter(|name| is_hop_by_hop(name)).cloned());
+    if headers.contains_key(header::TRANSFER_ENCODING) {
+        // The body ends where its chunks do; a length beside them is wrong (RFC 9112, 6.3).
+        listed.push(header::CONTENT_LENGTH);
+    }
     for name in listed {
         headers.remove(name);
     }
     headers
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_length_beside_chunks_is_not_passed_on() {
+        let pairs = |given: &[(HeaderName, &'static str)]| {
+            let pairs = given.iter().cloned();
+            HeaderMap::from_iter(pairs.map(|(name, value)| (name, HeaderValue::from_static(value))))
+        };
+        let plain = [(header::CONTENT_LENGTH, "5"), (header::CONTENT_TYPE, "application/json")];
+        assert_eq!(client_headers(pairs(&plain)), pairs(&plain));
+        let chunked = [&plain[..], &[(header::TRANSFER_ENCODING, "chunked")]].concat();
+        assert_eq!(client_headers(pairs(&chunked)), pairs(&plain[1..]));
+    }
 }
