@@ -192,10 +192,7 @@ pub(super) async fn open(
         }
         // The lines of a compressed stream are not visible, and no event can be added to it.
         let is_event_stream = !parts.headers.contains_key(header::CONTENT_ENCODING)
-            && parts
-                .headers
-                .get(header::CONTENT_TYPE)
-                .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+            && parts.headers.get(header::CONTENT_TYPE).is_some_and(is_event_stream);
         let headers = client_headers(parts.headers);
         let status = parts.status;
         Ok(Opened { status, headers, is_event_stream, first, upstream, more })
@@ -252,6 +249,12 @@ pub(super) async fn prefill(
         let message = format!("worker {id} returned unusable {PARAMS}: {error}");
         Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
     })
+}
+
+/// Whether a content type is an event stream's: types have no case.
+fn is_event_stream(kind: &HeaderValue) -> bool {
+    let kind = kind.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
+    kind.trim_ascii().eq_ignore_ascii_case(b"text/event-stream")
 }
 
 /// What an engine says of a request that it does not know.
@@ -391,6 +394,19 @@ fn decode_changes(params: &rmpv::Value) -> Result<Vec<(&'static str, Option<Valu
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_stream_is_known_by_its_type_in_any_case() {
+        let is_stream = |kind| is_event_stream(&HeaderValue::from_static(kind));
+        for kind in
+            ["text/event-stream", "Text/Event-Stream;charset=utf-8", "text/event-stream ; a"]
+        {
+            assert!(is_stream(kind), "{kind}");
+        }
+        for kind in ["text/event-streams", "text/plain;text/event-stream", ""] {
+            assert!(!is_stream(kind), "{kind}");
+        }
+    }
 
     #[test]
     fn prefill_and_decode_are_the_request_with_their_own_fields() {
