@@ -72,8 +72,8 @@ static DONE: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\ndata: [DONE
 /// How the names of all counts end.
 static COUNT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"_tokens\""));
 
-/// Inside generated text the quote would be escaped.
-static EVENT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"data: {\""));
+/// How an event's data begins.
+static EVENT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"data:"));
 
 impl UsageScanner {
     /// For answers to this row's requests.
@@ -91,7 +91,8 @@ impl UsageScanner {
         if self.names.is_none() {
             return;
         }
-        self.events += EVENT.find_iter(chunk).count() as u64;
+        let data = EVENT.find_iter(chunk).map(|at| &chunk[at + EVENT.needle().len()..]);
+        self.events += data.filter(|data| is_object(data)).count() as u64;
         if self.carry.is_empty() {
             self.scan(chunk);
         } else {
@@ -155,6 +156,12 @@ impl UsageScanner {
             output_tokens: self.completion_tokens.or(self.names.map(|_| self.events)),
         }
     }
+}
+
+/// Whether an event's data is an object. The space before it is optional. Inside generated text the quote would be
+/// escaped.
+fn is_object(data: &[u8]) -> bool {
+    data.strip_prefix(b" ").unwrap_or(data).starts_with(b"{\"")
 }
 
 /// Whether an answer of `/generate` has ended.

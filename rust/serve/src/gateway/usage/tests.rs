@@ -29,6 +29,13 @@ fn tokens_are_events_until_the_engine_says_more() {
 }
 
 #[test]
+fn the_space_before_an_event_s_data_is_optional() {
+    let mut scanner = UsageScanner::of(Row::of_fields(true));
+    scanner.feed(b"data:{\"a\": \"data:{\\\"\"}\n\ndata: {\"b\": 1}\n\ndata:[DONE]\n\n");
+    assert_eq!(scanner.usage().output_tokens, Some(2));
+}
+
+#[test]
 fn text_and_nulls_are_not_counts() {
     let mut scanner = UsageScanner::of(Row::of_fields(true));
     scanner.feed(br#"{"content":"\"cached_tokens\": 7,","prompt_tokens_details":null}"#);
