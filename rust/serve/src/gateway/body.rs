@@ -23,6 +23,9 @@ use crate::body::Rest;
 /// Most values of a field that is read into memory, where each takes some tens of bytes.
 pub(crate) const MAX_VALUES: usize = 1 << 20;
 
+/// The field of a completion whose prompt is not text: thousands of bytes stand for a token.
+pub(super) const EMBEDS: &str = "prompt_embeds";
+
 /// A JSON object as received, with the position of each field's value.
 #[derive(Debug, Clone)]
 pub(crate) struct Body {
@@ -81,7 +84,10 @@ impl Body {
     pub fn prompt_bytes(&self) -> usize {
         match self.text.is_empty() {
             true => self.bytes.len() + self.rest.as_ref().map_or(0, |rest| rest.declared_bytes()),
-            false => text_bytes(self.bytes.len(), &self.fields),
+            false => {
+                let text = self.fields.iter().filter(|field| &*field.name != EMBEDS);
+                text_bytes(self.bytes.len(), text)
+            }
         }
     }
 
@@ -224,9 +230,9 @@ impl Body {
 }
 
 /// Bytes of text in an object of `bytes` bytes: images and the like left out.
-fn text_bytes(bytes: usize, fields: &[Field]) -> usize {
+fn text_bytes<'a>(bytes: usize, fields: impl IntoIterator<Item = &'a Field>) -> usize {
     // What is short weighs more than it is long.
-    bytes.min(fields.iter().map(Field::weight_with_name).sum())
+    bytes.min(fields.into_iter().map(Field::weight_with_name).sum())
 }
 
 /// Bytes of text in the JSON of a message.

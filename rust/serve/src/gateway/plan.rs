@@ -15,7 +15,7 @@ use kvflash_core::text::Tokens;
 use serde_json::json;
 
 use super::api::{Api, Row, Weight};
-use super::body::{Body, Envelope};
+use super::body::{Body, EMBEDS, Envelope};
 use super::call::{Call, Head, model_of_upload, upload_with_model};
 use super::client::{self, Session, Urgency};
 use super::foreign;
@@ -116,7 +116,8 @@ impl Plan {
         if row.is_some_and(Row::names_response) {
             envelope.model = kept.as_ref().and_then(|kept| kept.model()).map(Cow::Owned);
         }
-        if row.is_none() && envelope.messages.is_none() && envelope.prompt.is_none() {
+        let has_prompt = envelope.prompt.is_some() || body.has(EMBEDS);
+        if row.is_none() && envelope.messages.is_none() && !has_prompt {
             return Err(Reject::bad_request(
                 "/explain takes chats and completions: messages or prompt is missing; for other APIs add their path, \
                  as in ?path=/v1/responses",

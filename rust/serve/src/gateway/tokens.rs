@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::api::Api;
-use super::body::{Envelope, Raw, ask_body};
+use super::body::{EMBEDS, Envelope, Raw, ask_body};
 use super::call::{Call, Prompt};
 use super::ids::{Replaceable, are_proven, replaceable};
 use super::lesson::Lesson;
@@ -96,6 +96,10 @@ pub(super) async fn tokens(
     let prompt = match (api, envelope.messages, envelope.prompt) {
         (Api::Chat, Some(_), _) => None,
         (Api::Chat, None, _) => return Err(refused("messages: a list of messages is required")),
+        (_, _, _) if call.body.text_of(EMBEDS).is_some_and(|json| json != "null") => {
+            let why = "prompt_embeds: the workers of this model take no embeddings";
+            return Err(unless(why, "not_text"));
+        }
         (_, _, None) => return Err(refused("prompt: is required")),
         (_, _, Some(_)) if envelope.truncate_prompt_tokens.is_some() => {
             let why = "truncate_prompt_tokens: the workers of this model take whole prompts";

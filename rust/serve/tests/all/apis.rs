@@ -77,6 +77,25 @@ async fn what_is_more_than_token_ids_earns_no_credit() {
 }
 
 #[tokio::test]
+async fn a_prompt_of_embeddings_is_left_to_the_engine() {
+    let (stage, _engines) = kv_stage().await;
+    overlaps(&stage, "/v1/completions", &json!({ "model": "m", "prompt": tokens(66) })).await;
+    let embeds = json!({ "model": "m", "prompt_embeds": "bnVtYmVycw==".repeat(10_000) });
+    // Beside a prompt they are another one of a batch.
+    let beside = with(embeds.clone(), json!({ "prompt": tokens(66) }));
+    for body in [&embeds, &beside] {
+        let answer = stage.ask(body).await;
+        assert_eq!((answer.status, answer.overlap()), (200, 0), "{}", answer.text());
+        let explained = stage.post("/explain", body).await;
+        assert_eq!(explained.json()["prompt_source"], "unknown", "{}", explained.text());
+        assert!(explained.json()["isl_tokens"].as_u64() < Some(500), "{}", explained.text());
+    }
+    assert!(stage.metric("untokenized_requests_total{cause=\"not_text\"}").await >= 2.0);
+    let none = with(embeds, json!({ "prompt_embeds": null }));
+    assert_eq!(stage.ask(&none).await.status, 400);
+}
+
+#[tokio::test]
 async fn responses_and_messages_are_what_the_engine_renders() {
     let (stage, engines) = kv_stage().await;
     for engine in &engines {
