@@ -138,11 +138,14 @@ wheel: $(VENV)/.ready
 	$(PYTHON) deploy/third_party_licenses.py
 	$(BIN)/maturin build --release --out dist
 
+# What the fuzzer finds beside the corpus stays outside the checkout, for the next run.
 fuzz: built
 	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest --timeout 0 \
 		tests/feature/indexer/test_indexer_openapi.py tests/feature/decision/test_router_openapi.py
 	cd fuzz && for target in decode_batch load_snapshot; do \
-		CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
+		found=$(CARGO_TARGET_DIR)/corpus/$$target; mkdir -p $$found && \
+		CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 RUSTC_BOOTSTRAP=1 cargo fuzz run $$target \
+			$$found corpus/$$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
 	done
 
 # Every interleaving of the index's shared memory that few preemptions can bring about.
