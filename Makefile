@@ -192,6 +192,8 @@ mutants: built
 	$(BIN)/python tests/mutants.py $(NAMES)
 
 # LiteLLM, LangChain and the openai package of npm before two mockers; the first two have an environment of their own.
+# When imported, LiteLLM asks the network for a list of models and prices: its own copy is the same in every run.
+clients: export LITELLM_LOCAL_MODEL_COST_MAP = True
 clients: built
 	$(PYTHON) -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet "tomli>=2"
