@@ -57,6 +57,12 @@ fn span() -> Duration {
     Duration::from_secs_f64(seconds.unwrap_or(1.0))
 }
 
+/// Waits for threads by their handles. The end of a scope waits for them, too, but in a way that the
+/// thread sanitizer cannot see: what follows would look like a race with them.
+fn join(threads: Vec<thread::ScopedJoinHandle<'_, ()>>) {
+    threads.into_iter().for_each(|thread| thread.join().expect("no thread panics"));
+}
+
 /// Blocks of a prompt so long that dropping it takes a while, for others to come between.
 const LONG: u64 = 300;
 
@@ -309,9 +315,10 @@ fn a_recycled_slot_never_credits_another_worker() {
     let current: [AtomicU64; WRITERS] = Default::default();
     let held = |worker: Worker| worker.instance_id % LONG + 1;
     thread::scope(|scope| {
+        let mut threads = Vec::new();
         for mine in &current {
             let (index, next, stop) = (&index, &next, &stop);
-            scope.spawn(move || {
+            threads.push(scope.spawn(move || {
                 let (query, mut out) = (prompt(LONG), Matches::new());
                 while !stop.load(SeqCst) {
                     let worker = Worker::new(next.fetch_add(1, SeqCst), 0);
@@ -331,10 +338,10 @@ fn a_recycled_slot_never_credits_another_worker() {
                     assert_eq!(own, Some((held(worker), held(worker))));
                     assert!(index.remove_worker(worker));
                 }
-            });
+            }));
         }
         for _ in 0..READERS {
-            scope.spawn(|| {
+            threads.push(scope.spawn(|| {
                 let (query, mut out) = (prompt(LONG), Matches::new());
                 while !stop.load(SeqCst) {
                     let oldest = current.iter().map(|id| id.load(SeqCst)).min().unwrap_or(0);
@@ -351,10 +358,11 @@ fn a_recycled_slot_never_credits_another_worker() {
                     ids.sort_unstable();
                     assert!(ids.windows(2).all(|pair| pair[0] != pair[1]), "twice: {ids:?}");
                 }
-            });
+            }));
         }
         thread::sleep(span());
         stop.store(true, SeqCst);
+        join(threads);
     });
     assert!(seen.load(SeqCst) > 200, "{}", seen.load(SeqCst));
     assert!(next.load(SeqCst) > 200, "slots were reused too seldom to prove anything");
@@ -372,29 +380,31 @@ fn a_worker_that_comes_back_has_one_seat() {
     let (worker, stop) = (Worker::new(1, 0), AtomicBool::new(false));
     let reads = AtomicUsize::new(0);
     thread::scope(|scope| {
+        let mut threads = Vec::new();
         // Two, so that one waits for the other's lock while the worker is removed.
         for _ in 0..2 {
-            scope.spawn(|| {
+            threads.push(scope.spawn(|| {
                 while !stop.load(SeqCst) {
                     store(&index, worker, Tier::Device, 0, LONG);
                 }
-            });
+            }));
         }
-        scope.spawn(|| {
+        threads.push(scope.spawn(|| {
             while !stop.load(SeqCst) {
                 index.remove_instance(1);
             }
-        });
-        scope.spawn(|| {
+        }));
+        threads.push(scope.spawn(|| {
             let (query, mut out) = (prompt(PROMPT), Matches::new());
             while !stop.load(SeqCst) {
                 index.find_matches(&query, &mut out);
                 assert!(out.len() <= 1, "{:?}", out.as_slice());
                 reads.fetch_add(out.len(), SeqCst);
             }
-        });
+        }));
         thread::sleep(span());
         stop.store(true, SeqCst);
+        join(threads);
     });
     assert!(reads.load(SeqCst) > 100);
     index.audit();
@@ -415,9 +425,10 @@ fn predictions_run_out_beside_readers() {
     // Worker n's prompts are never longer than this.
     let longest = |n: u64| n * 7 + 3;
     thread::scope(|scope| {
+        let mut threads = Vec::new();
         for thread in 0..WRITERS as u64 {
             let (index, stop, predicted) = (&index, &stop, &predicted);
-            scope.spawn(move || {
+            threads.push(scope.spawn(move || {
                 let mut rng = SmallRng::seed_from_u64(thread);
                 while !stop.load(SeqCst) {
                     let n = rng.random_range(0..8);
@@ -425,17 +436,17 @@ fn predictions_run_out_beside_readers() {
                     let fresh = index.predict(Worker::new(n, 0), 1337, &prompt(len));
                     predicted.fetch_add(fresh as u64, SeqCst);
                 }
-            });
+            }));
         }
-        scope.spawn(|| {
+        threads.push(scope.spawn(|| {
             while !stop.load(SeqCst) {
                 index.advance_to(now_ms.fetch_add(1, SeqCst) + 1);
                 // Some time between two ticks, for others to come in.
                 (0..200).for_each(|_| std::hint::spin_loop());
             }
-        });
+        }));
         for _ in 0..READERS {
-            scope.spawn(|| {
+            threads.push(scope.spawn(|| {
                 let (query, mut out) = (prompt(LONG), Matches::new());
                 while !stop.load(SeqCst) {
                     index.find_matches(&query, &mut out);
@@ -447,7 +458,7 @@ fn predictions_run_out_beside_readers() {
                     seen.fetch_add(out.len(), SeqCst);
                     unseen.fetch_add(8 - out.len(), SeqCst);
                 }
-            });
+            }));
         }
         thread::sleep(span());
         // On a busy machine the ticks that let predictions go come seldom.
@@ -456,6 +467,7 @@ fn predictions_run_out_beside_readers() {
             thread::sleep(Duration::from_millis(10));
         }
         stop.store(true, SeqCst);
+        join(threads);
     });
     assert!(seen.load(SeqCst) > 100 && unseen.load(SeqCst) > 100, "{seen:?} {unseen:?}");
     index.audit();
@@ -473,7 +485,7 @@ fn the_limit_holds_under_concurrent_stores() {
     let index = RadixIndex::new(Options { limits, ..Options::default() });
     let deadline = Instant::now() + span() / 2;
     thread::scope(|scope| {
-        for n in 0..4 {
+        let spawn = |n| {
             let index = &index;
             scope.spawn(move || {
                 let worker = Worker::new(n, 0);
@@ -485,8 +497,9 @@ fn the_limit_holds_under_concurrent_stores() {
                 }
                 store(index, worker, Tier::Device, 0, PROMPT);
                 store(index, worker, Tier::Host, 0, PROMPT);
-            });
-        }
+            })
+        };
+        join((0..4).map(spawn).collect());
     });
     // An event sets room aside before it knows its duplicates, so the last few may be refused.
     let stats = index.stats();
@@ -505,7 +518,7 @@ fn workers_meet_on_the_same_blocks() {
     // Counted, not asserted on the spot: a thread that panics would leave the others waiting.
     let (lost, left) = (AtomicUsize::new(0), AtomicUsize::new(0));
     thread::scope(|scope| {
-        for n in 0..WRITERS {
+        let spawn = |n| {
             let (index, barrier, stop, rounds) = (&index, &barrier, &stop, &rounds);
             let (lost, left) = (&lost, &left);
             scope.spawn(move || {
@@ -535,8 +548,9 @@ fn workers_meet_on_the_same_blocks() {
                     // Everybody leaves after the same round.
                     barrier.wait();
                 }
-            });
-        }
+            })
+        };
+        join((0..WRITERS).map(spawn).collect());
     });
     assert_eq!((lost.into_inner(), left.into_inner()), (0, 0), "of {rounds:?} rounds");
     assert!(rounds.load(SeqCst) > 50, "{rounds:?}");
