@@ -41,7 +41,8 @@ pub struct Stored {
     /// The block before the first one; `None` when the chain starts the prompt.
     pub parent: Option<u64>,
     /// Tokens of all the blocks; shape `[blocks * block_size]`. May be empty: engines that offload
-    /// name blocks of slower tiers by hash alone, without tokens and parent.
+    /// name blocks of slower tiers by hash alone, without tokens and parent. Of slower tiers, and of
+    /// groups other than full attention, any number, because their events omit blocks.
     pub token_ids: Vec<u32>,
     /// Tokens in a block; 0 if an event without tokens does not contain it.
     pub block_size: u32,
@@ -54,7 +55,8 @@ pub struct Stored {
     /// Cache salt, if the engine has a field for it (SGLang).
     pub cache_salt: Option<String>,
     /// Per block, further inputs of the engine's hash (vLLM): LoRA name, multimodal items, cache
-    /// salt. Empty if the engine sent none; otherwise shape `[blocks]`.
+    /// salt. Empty if the engine sent none; otherwise shape `[blocks]`, where the number of tokens
+    /// is exact.
     pub extra_keys: Vec<Option<Vec<ExtraKey>>>,
     /// Cache group of hybrid models; `None` for a single group.
     pub group_idx: Option<u32>,
