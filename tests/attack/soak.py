@@ -253,6 +253,12 @@ def kvflash(folder: Path, engines: list[int]) -> Iterator[tuple[str, int]]:
         yield frontend.url, frontend.process.popen.pid
 
 
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
 def serves(target: Target) -> bool:
     with suppress(OSError):
         return target.post(chat("hello", max_tokens=1)) == 200
@@ -278,11 +284,12 @@ def main() -> int:
         asyncio.run(engine(given.engine))
     if given.besiege:
         besiege(given.besiege, attacks, given.clients, given.seed)
-    servers = [
-        subprocess.Popen([sys.executable, __file__, "--engine", model], stdout=subprocess.PIPE)
-        for model in ("m", "endless") * (1 + given.baseline)
-    ]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        servers = [
+            subprocess.Popen([sys.executable, __file__, "--engine", model], stdout=subprocess.PIPE)
+            for model in ("m", "endless") * (1 + given.baseline)
+        ]
+        stack.callback(end, servers)
         ports = [int(server.stdout.readline()) for server in servers if server.stdout]
         url, process_id = stack.enter_context(kvflash(Path(folder), ports[:2]))
         attacked = url
@@ -303,6 +310,7 @@ def main() -> int:
             )
             for kind in attacks
         ]
+        stack.callback(end, hostile)
         peaks: list[int] = []
 
         def watch() -> None:
@@ -313,14 +321,9 @@ def main() -> int:
         threading.Thread(target=watch, daemon=True).start()
         besieged, failed = honest(target, given.seconds, 50)
         is_over.set()
-        for one in hostile:
-            one.kill()
-            one.wait()
+        end(hostile)
         time.sleep(given.settle)
         after = rss(process_id)
-        for server in servers:
-            server.kill()
-            server.wait()
     figures = {
         "quiet_p50_ms": 1e3 * statistics.median(quiet),
         "quiet_p99_ms": 1e3 * p99(quiet),
