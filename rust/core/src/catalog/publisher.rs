@@ -36,8 +36,9 @@ struct State {
     /// It is of a replay, and the next one that succeeds clears it.
     is_replays_error: bool,
     last_event_ms: Option<u64>,
-    /// The stream position was taken over, but not the blocks.
-    is_bare: bool,
+    /// Batches up to the stream position that was taken over, whose blocks are still to be
+    /// requested; 0: none.
+    bare_batches: u64,
     /// The blocks came from a replica that could not name their stream position.
     is_unplaced: bool,
     standing: Standing,
@@ -138,7 +139,7 @@ impl Publisher {
                 last_error: None,
                 is_replays_error: false,
                 last_event_ms: None,
-                is_bare: false,
+                bare_batches: 0,
                 is_unplaced: false,
                 standing,
                 unheard,
@@ -325,9 +326,13 @@ impl Publisher {
                 return FrameOutcome::Applied;
             }
         }
-        state.is_bare = false;
         state.stream.applied(xxh3_64(payload));
         state.standing.went_on();
+        if self.replay_endpoint.is_none() {
+            state.bare_batches = 0;
+        }
+        // A frame may arrive before the check of its connection requests the others.
+        state.standing.seen.missing_batches = state.bare_batches;
         state.last_event_ms = Some(self.clock.now_ms());
         if is_replay {
             add(&self.counters.repaired_batches, 1);
@@ -428,7 +433,7 @@ impl Publisher {
         self.clear_ranks(state);
         state.groups = CacheGroups::default();
         self.own_ranks(state).for_each(|worker| self.model.drop_layout(worker));
-        state.is_bare = false;
+        state.bare_batches = 0;
         state.is_unplaced = false;
         let evicted = self.model.index.evicted_blocks_total();
         state.standing.forgotten(self.counters.read(), evicted);
@@ -494,11 +499,11 @@ impl Feed for Publisher {
         if !same {
             self.forget_restarted(&mut state, "while it was disconnected");
             state.stream.reset();
-        } else if state.is_bare {
+        } else if state.bare_batches > 0 {
             // The same engine as at the last registration, whose blocks were dropped: everything
-            // that the engine still has is needed.
+            // that the engine still has is needed, and would count twice with what came meanwhile.
+            self.forget(&mut state);
             state.stream.reset();
-            state.is_bare = false;
             return false;
         } else {
             state.standing.went_on();
@@ -540,6 +545,10 @@ impl Feed for Publisher {
         add(&self.counters.failed_replays, u64::from(failure.is_some()));
         let mut state = self.state.lock();
         state.standing.seen.is_replaying = false;
+        if failure.is_some() && state.bare_batches > 0 {
+            let batches = std::mem::take(&mut state.bare_batches);
+            state.standing.returned(batches, false);
+        }
         if failure.is_some() || state.is_replays_error {
             state.last_error = failure.map(|why| format!("replay failed: {why}"));
             state.is_replays_error = failure.is_some();

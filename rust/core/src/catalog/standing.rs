@@ -88,11 +88,8 @@ impl Standing {
     /// An earlier registration applied this many batches, whose blocks are gone. They can be
     /// requested if there is a replay.
     pub fn returned(&mut self, batches: u64, has_replay: bool) {
-        if has_replay {
-            self.seen.missing_batches = batches;
-        } else {
-            self.seen.batches_before = batches;
-        }
+        self.seen.missing_batches = if has_replay { batches } else { 0 };
+        self.seen.batches_before = if has_replay { 0 } else { batches };
     }
 
     /// Its blocks came from a peer, with or without a stream position, exact or not.

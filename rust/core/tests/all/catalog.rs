@@ -7,9 +7,9 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use kvflash_core::catalog::{
-    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey,
-    Publisher, Registration, Source, TransferError, Unheard, Watermark, parts, restore,
-    restore_json,
+    Catalog, CatalogOptions, Code, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC,
+    ModelKey, Publisher, Registration, Source, TransferError, Unheard, Watermark, findings, parts,
+    restore, restore_json,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
@@ -278,6 +278,70 @@ fn a_place_without_its_blocks_is_not_handed_over() {
     assert_eq!(replica.view().last_sequence, None);
     let next = batch_of(vec![stored((0, "full_attention"), 3, 4)]);
     assert_eq!(replica.live(3, &next), FrameOutcome::Gap { from: 0, to: 2 });
+}
+
+/// A publisher that returns to its place, and the three batches that it applied before.
+fn returned(catalog: &Catalog) -> (Arc<Publisher>, Vec<Vec<u8>>) {
+    let replay_endpoint = Some("tcp://127.0.0.1:2000".to_owned());
+    let registration = Registration { replay_endpoint, ..registration(Worker::new(1, 0), "m") };
+    let publisher = catalog.register(registration.clone()).unwrap();
+    let batch = |name| batch_of(vec![stored((0, "full_attention"), name, 4)]);
+    let batches: Vec<Vec<u8>> = (0..3).map(batch).collect();
+    for (sequence, payload) in batches.iter().enumerate() {
+        assert_eq!(publisher.live(sequence as u64, payload), FrameOutcome::Applied);
+    }
+    catalog.unregister(1, "m", None, None).unwrap();
+    let publisher = catalog.register(registration).unwrap();
+    publisher.set_status(ListenerStatus::Active, None);
+    (publisher, batches)
+}
+
+#[test]
+fn one_that_returns_is_asked_for_its_blocks_whatever_arrives_first() {
+    let catalog = Catalog::default();
+    let (publisher, mut batches) = returned(&catalog);
+    batches.push(batch_of(vec![stored((0, "full_attention"), 3, 4)]));
+    // This is live, before the connection is checked.
+    assert_eq!(publisher.live(3, &batches[3]), FrameOutcome::Applied);
+    let has = |code| findings(&publisher.view().evidence).has(code);
+    assert!(has(Code::CatchingUp));
+    let mut dump = &binary(&catalog)[..];
+    let replica = Catalog::default();
+    assert_eq!(restore(&replica, &mut dump, &mut |_| {}).unwrap().blocks, 1);
+    assert_eq!(replica.recovered()[0].2.cursor, None, "a replica needs the other blocks as well");
+    assert_eq!(restore(&catalog, &mut &binary(&replica)[..], &mut |_| {}).unwrap().publishers, 0);
+    assert!(!publisher.verify(Some((3, &batches[3]))));
+    assert_eq!(publisher.position(), (0, None));
+    for (sequence, payload) in batches.iter().enumerate() {
+        assert_eq!(publisher.replayed(sequence as u64, payload), FrameOutcome::Applied);
+    }
+    let whole = Catalog::default();
+    let other = register(&whole, 1, 0);
+    for (sequence, payload) in batches.iter().enumerate() {
+        assert_eq!(other.live(sequence as u64, payload), FrameOutcome::Applied);
+    }
+    assert_eq!(parts(&catalog)[0].digests(), parts(&whole)[0].digests());
+    assert!(!has(Code::CatchingUp) && !has(Code::MissedFirstBatches));
+}
+
+#[test]
+fn blocks_of_one_that_returns_and_can_t_replay_are_missed() {
+    let catalog = Catalog::default();
+    let (publisher, batches) = returned(&catalog);
+    let has = |code| findings(&publisher.view().evidence).has(code);
+    assert!(has(Code::CatchingUp));
+    publisher.replay_started();
+    publisher.replay_ended(Some("no answer"), false);
+    assert!(has(Code::MissedFirstBatches));
+    let next = batch_of(vec![stored((0, "full_attention"), 3, 4)]);
+    assert_eq!(publisher.live(3, &next), FrameOutcome::Applied);
+    assert!(has(Code::MissedFirstBatches) && !has(Code::CatchingUp));
+    assert_eq!(publisher.model.unheard(Worker::new(1, 0)), Some(Unheard::Missed));
+    // Another failure, or the next connection, changes nothing.
+    publisher.replay_ended(Some("no answer"), false);
+    assert!(publisher.verify(Some((3, &next))) && has(Code::MissedFirstBatches));
+    assert_eq!(publisher.live(0, &batches[0]), FrameOutcome::Applied);
+    assert!(!has(Code::MissedFirstBatches), "a new process has nothing else");
 }
 
 #[test]

@@ -20,7 +20,7 @@ impl Publisher {
         state.stream.resume(cursor.sequence, cursor.fingerprint, true);
         let batches = state.stream.next();
         state.standing.returned(batches, self.replay_endpoint.is_some());
-        state.is_bare = true;
+        state.bare_batches = batches;
     }
 
     /// Takes over another replica's state: the blocks that `load` adds to the index, and the
@@ -39,7 +39,8 @@ impl Publisher {
         if state.closed {
             return Err("it was unregistered meanwhile");
         }
-        if state.stream.last().is_some() && !state.is_bare {
+        let is_bare = state.bare_batches > 0 && self.counters.read().batches == 0;
+        if state.stream.last().is_some() && !is_bare {
             return Err("its own events have already arrived");
         }
         let place = load();
@@ -76,7 +77,7 @@ impl Publisher {
             None => CacheGroups::crediting(place.group),
         };
         self.share_layout(state);
-        state.is_bare = false;
+        state.bare_batches = 0;
         let instance_id = self.worker.instance_id;
         let blocks = |rank: &u32| self.model.index.blocks(Worker::new(instance_id, *rank));
         // Without blocks no position is needed: the stream begins here, and earlier batches are
@@ -133,7 +134,7 @@ impl Publisher {
     pub(in crate::catalog) fn hold_still<T>(&self, read: impl FnOnce(Place) -> T) -> T {
         let state = self.state.lock();
         let mut place = self.place(&state);
-        if state.is_bare {
+        if state.bare_batches > 0 {
             // A replica that took this position would never request the blocks.
             place.cursor = None;
         }
