@@ -114,6 +114,8 @@ impl Answer {
 struct Replay {
     /// The requested number, or the one up to which everything was given up.
     first: u64,
+    /// The first number that brings something new.
+    wanted: u64,
     is_verifying: bool,
     has_answered: bool,
     has_ended: bool,
@@ -142,6 +144,8 @@ pub struct Repair {
     /// Live frames that wait for the end of the replay.
     waiting: VecDeque<Option<Frame>>,
     wants_verify: bool,
+    /// The verification of the connection failed: the stream may be another one.
+    is_unverified: bool,
     is_held: bool,
     effects: Vec<Effect>,
     /// Limits log lines about lost batches, and about failed replays.
@@ -234,6 +238,7 @@ impl Repair {
                 return self.told();
             }
             let first = first.and_then(Option::as_ref);
+            self.is_unverified = false;
             if !feed.verify(first.map(|frame| (frame.sequence, &frame.payload[..]))) {
                 // Another stream: only its tail follows, so request it from its start.
                 self.ask(feed, 0, false, now_ms);
@@ -308,8 +313,23 @@ impl Repair {
     fn ask(&mut self, feed: &impl Feed, first: u64, is_verifying: bool, now_ms: u64) {
         feed.replay_started();
         let deadline_ms = now_ms + self.timeout_ms;
-        self.replay = Some(Replay { first, is_verifying, deadline_ms, ..Replay::default() });
+        let wanted = first.saturating_add(is_verifying.into());
+        self.replay =
+            Some(Replay { first, wanted, is_verifying, deadline_ms, ..Replay::default() });
         self.effects.push(Effect::Ask(first));
+    }
+
+    /// Requests the batches missing from `from` on. If it is not known whether this is still the
+    /// same stream, begins with the last applied one.
+    fn ask_missing(&mut self, feed: &impl Feed, from: u64, now_ms: u64) {
+        match feed.position().1.filter(|_| self.is_unverified) {
+            None => self.ask(feed, from, false, now_ms),
+            Some(last) => {
+                self.ask(feed, last, true, now_ms);
+                // Without an answer, these are given up.
+                self.replay.iter_mut().for_each(|replay| replay.first = from);
+            }
+        }
     }
 
     /// Passes live frames. Batches missing before one of them are requested; after a replay from
@@ -330,7 +350,7 @@ impl Repair {
                 Some(FrameOutcome::Gap { from, to }) => {
                     if self.has_endpoint && asked.is_none_or(|asked| from > asked) {
                         self.waiting = frames;
-                        self.ask(feed, from, false, now_ms);
+                        self.ask_missing(feed, from, now_ms);
                         return;
                     }
                     if !self.has_endpoint
@@ -375,7 +395,7 @@ impl Repair {
                     has_looked = true;
                     let found = live.filter(|&live| live <= to);
                     let next = found.unwrap_or(to + 1);
-                    replay.first = next;
+                    (replay.first, replay.wanted) = (next, next);
                     feed.give_up(next);
                     if found.is_some() {
                         self.end(feed, None, now_ms);
@@ -393,13 +413,13 @@ impl Repair {
 
     /// Whether the replay brought any needed batch, so that repeated requests terminate.
     fn has_progressed(&self, feed: &impl Feed) -> bool {
-        let wanted = self.replay.as_ref().map(|it| it.first.saturating_add(it.is_verifying.into()));
-        wanted.is_some_and(|wanted| feed.position().0 > wanted)
+        self.replay.as_ref().is_some_and(|replay| feed.position().0 > replay.wanted)
     }
 
     fn end(&mut self, feed: &impl Feed, failure: Option<String>, now_ms: u64) {
         let Some(replay) = self.replay.take() else { return };
         self.effects.push(Effect::Dismiss);
+        self.is_unverified |= failure.is_some() && replay.is_verifying && !replay.has_answered;
         let is_empty = replay.first == 0 && replay.has_ended && !replay.has_answered;
         feed.replay_ended(failure.as_deref(), is_empty);
         if let Some(why) = failure

@@ -440,6 +440,35 @@ fn a_verification_without_an_answer_leaves_the_restart_to_the_live_frames() {
 }
 
 #[test]
+fn what_follows_a_verification_without_an_answer_is_verified_with_the_next_gap() {
+    let (_, taken) = play(
+        true,
+        "live 0 1
+         connected  -> ask 1
+         silent     -> dismiss, failed 1
+         live 3'    -> ask 1
+         answer 1'  -> ask 0
+         answer 0' 1' 2' 3' end -> dismiss
+         live 5'    -> ask 4
+         answer 4' 5' end -> dismiss",
+    );
+    assert_eq!(taken.applied, count(5));
+    let (_, taken) = play(
+        true,
+        "live 0 1
+         connected  -> ask 1
+         silent     -> dismiss, failed 1
+         live 3     -> ask 1
+         silent     -> dismiss, failed 2
+         live 5     -> ask 3
+         answer 3 4 5 end -> dismiss
+         live 7     -> ask 6
+         answer 6 end -> dismiss",
+    );
+    assert_eq!((taken.applied, taken.lost), (vec![0, 1, 3, 4, 5, 6, 7], vec![2]));
+}
+
+#[test]
 fn a_connection_during_a_replay_is_verified_after_it() {
     let (_, taken) = play(
         true,
