@@ -154,6 +154,9 @@ pub(super) struct Shown {
     /// Blocks of different adapters or salts have had the same name.
     #[serde(default)]
     pub shares_names: bool,
+    /// It has had blocks in slower tiers.
+    #[serde(default)]
+    pub offloads: bool,
 }
 
 /// Maximum blocks of a publisher with doubtful copies; copies of further blocks are not counted.

@@ -1,6 +1,6 @@
 //! Applies an engine's events to the index: identity, tier, group and shape are checked here, once.
 
-use super::cache_groups::{CacheGroups, EngineFacts, Group};
+use super::cache_groups::{CacheGroups, EngineFacts, Group, Shown};
 use super::counters::{EventCounters, add};
 use super::model::ModelIndex;
 use super::standing::Standing;
@@ -48,8 +48,12 @@ impl Ingest<'_> {
                     self.groups.forget_worker(self.worker);
                     add(&self.counters.cleared, 1);
                     if let Some(standing) = &mut self.standing {
-                        let evicted = self.model.index.evicted_blocks_total();
-                        standing.cleared(self.counters.read(), evicted);
+                        let now = self.counters.read();
+                        // What was missed about slower tiers, which keep their blocks, stays wrong.
+                        let Shown { is_keyed, offloads, .. } = self.groups.shown;
+                        if !(is_keyed && offloads) {
+                            standing.cleared(now, self.model.index.evicted_blocks_total());
+                        }
                     }
                 }
             }
@@ -177,6 +181,7 @@ impl Ingest<'_> {
             return add(&self.counters.unknown_medium, 1);
         };
         let is_device = tier == Tier::Device;
+        self.groups.shown.offloads |= !is_device;
         if is_device {
             self.groups.prove(event);
             if self.groups.becomes_keyed(event) {
@@ -332,6 +337,7 @@ impl Ingest<'_> {
         let Some(tier) = event.tier() else {
             return add(&self.counters.unknown_medium, 1);
         };
+        self.groups.shown.offloads |= tier != Tier::Device;
         let group = event.group_idx.unwrap_or(0);
         // Removals do not repeat the kind of their group.
         let is_main = event.group_idx.is_none() || !self.groups.is_other(group);

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use kvflash_core::catalog::{
-    Catalog, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey, Publisher,
-    Registration, Source, parts, restore,
+    Catalog, Code, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey, Publisher,
+    Registration, Source, findings, parts, restore,
 };
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
@@ -35,6 +35,12 @@ impl Engine {
         rmpv::encode::write_value(&mut payload, &batch).unwrap();
         assert_eq!(self.publisher.live(self.sent, &payload), FrameOutcome::Applied);
         self.sent += 1;
+    }
+
+    /// The engine's batches up to number `sent` are lost.
+    fn lose_up_to(&mut self, sent: u64) {
+        self.publisher.give_up(sent);
+        self.sent = sent;
     }
 
     fn dump(&self) -> Vec<u8> {
@@ -389,6 +395,36 @@ fn a_clear_keeps_host_memory_only_of_engines_that_keep_it() {
     let mut sglang = Engine::start();
     sglang.publish(&[stored(0, 2, json!({})), host(json!({})), clear()]);
     assert_eq!(sglang.reuse(2, None, None), (0, 0));
+}
+
+#[test]
+fn a_clear_does_not_settle_what_was_lost_about_host_memory() {
+    let host = |more: Json| {
+        let mut event = stored(0, 2, more);
+        event["medium"] = "CPU".into();
+        event
+    };
+    let lost = |events: &[Json], is_replica: bool| {
+        let mut engine = Engine::start();
+        engine.publish(events);
+        if is_replica {
+            engine = engine.replica();
+        }
+        engine.lose_up_to(50);
+        engine.publish(&[json!({"type": "AllBlocksCleared"})]);
+        (
+            findings(&engine.publisher.view().evidence).has(Code::LostBatches),
+            engine.reuse(2, None, None),
+        )
+    };
+    for is_replica in [false, true] {
+        let vllm = || stored(0, 2, full(json!({})));
+        assert_eq!(lost(&[vllm()], is_replica), (false, (0, 0)));
+        // It may have evicted them from there.
+        assert_eq!(lost(&[vllm(), host(json!({}))], is_replica), (true, (0, 2)));
+        let sglang = [stored(0, 2, json!({})), host(json!({}))];
+        assert_eq!(lost(&sglang, is_replica), (false, (0, 0)));
+    }
 }
 
 #[test]
