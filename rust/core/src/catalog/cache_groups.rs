@@ -183,6 +183,8 @@ pub(super) struct CacheGroups {
     proof: Proof,
     /// Blocks that were stored while they were held.
     doubts: HashMap<Doubted, Doubt>,
+    /// Batches lost before the device was last known to be empty, by the publisher's counter.
+    pub lost_before: u64,
     /// Something of the above changed since the last call of [`changed`](Self::changed).
     has_changed: bool,
 }
@@ -225,7 +227,7 @@ impl CacheGroups {
             let counted = counted.min(MAX_COPIES - 1);
             ((Worker::new(instance_id, dp_rank), group, name), Doubt { counted, not_counted: 0 })
         });
-        Self { shown, proof, doubts: doubts.collect(), has_changed: true }
+        Self { shown, proof, doubts: doubts.collect(), has_changed: true, lost_before: 0 }
     }
 
     /// Everything known, for another replica; `None` for an engine that names no groups and no

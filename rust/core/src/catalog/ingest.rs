@@ -49,6 +49,7 @@ impl Ingest<'_> {
                     add(&self.counters.cleared, 1);
                     if let Some(standing) = &mut self.standing {
                         let now = self.counters.read();
+                        self.groups.lost_before = now.lost_batches;
                         // What was missed about slower tiers, which keep their blocks, stays wrong.
                         let Shown { is_keyed, offloads, .. } = self.groups.shown;
                         if !(is_keyed && offloads) {
@@ -87,7 +88,7 @@ impl Ingest<'_> {
                 return;
             }
             // What is not known to be held may be held after losses: this may be a report, too.
-            if self.counters.read().lost_batches > 0 {
+            if self.has_losses() {
                 not_copied.extend(names.iter().filter(|name| self.holds(&[**name])));
             }
         }
@@ -391,7 +392,12 @@ impl Ingest<'_> {
         let is_copy = |name: &u64| {
             self.groups.has_doubt((self.worker, group, *name)) && !self.holds(&[*name])
         };
-        names.iter().any(is_copy) && self.counters.read().lost_batches == 0
+        names.iter().any(is_copy) && !self.has_losses()
+    }
+
+    /// Whether batches were lost since the device was last known to be empty.
+    fn has_losses(&self) -> bool {
+        self.counters.read().lost_batches > self.groups.lost_before
     }
 
     /// Blocks that were stored again are copies: counts those that are still held.

@@ -432,6 +432,7 @@ impl Publisher {
     fn forget(&self, state: &mut State) {
         self.clear_ranks(state);
         state.groups = CacheGroups::default();
+        state.groups.lost_before = self.counters.read().lost_batches;
         self.own_ranks(state).for_each(|worker| self.model.drop_layout(worker));
         state.bare_batches = 0;
         state.is_unplaced = false;

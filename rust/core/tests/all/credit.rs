@@ -309,6 +309,27 @@ fn copies_are_told_from_reports_by_their_second_removal() {
 }
 
 #[test]
+fn losses_before_a_clear_or_a_restart_do_not_cost_copies() {
+    for is_restart in [false, true] {
+        let mut engine = Engine::start();
+        engine.publish(&[stored(0, 1, full(json!({})))]);
+        engine.lose_up_to(50);
+        if is_restart {
+            engine.sent = 0;
+        } else {
+            engine.publish(&[json!({"type": "AllBlocksCleared"})]);
+        }
+        // The first block is computed again with one that is gone.
+        engine.publish(&[stored(0, 1, full(json!({})))]);
+        engine.publish(&[stored(0, 2, full(json!({})))]);
+        engine.publish(&[removed(0, 1, json!({"group_idx": 0}))]);
+        assert_eq!(engine.reuse(2, None, None), (2, 2), "restart: {is_restart}");
+        engine.publish(&[removed(0, 1, json!({"group_idx": 0}))]);
+        assert_eq!(engine.reuse(2, None, None), (0, 0), "restart: {is_restart}");
+    }
+}
+
+#[test]
 fn copies_that_are_gone_leave_no_doubt() {
     let window = || {
         json!({
