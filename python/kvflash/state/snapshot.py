@@ -51,14 +51,11 @@ class Outcome(Enum):
     HELD = "held by another"
     BEHIND = "not applied in time"
     FENCED = "another one was faster"
-    INCOMPLETE = "this replica is incomplete"
+    INCOMPLETE = (
+        "this replica is incomplete, so others take them: the log says above which messages or "
+        "parts of a snapshot it refused"
+    )
     EMPTY = "nothing new"
-
-
-_ADVICE = {
-    Outcome.INCOMPLETE: ", so others take them: the log says above which messages or parts of a "
-    "snapshot it refused",
-}
 
 
 @dataclass
@@ -119,8 +116,7 @@ class Snapshots:
             outcome = await self.take()
             # What keeps it from taking any does so at every check.
             if outcome is Outcome.DONE or outcome is not self._said:
-                advice = _ADVICE.get(outcome, "")
-                logger.info("snapshots of %s: %s%s", self._name, outcome.value, advice)
+                logger.info("snapshots of %s: %s", self._name, outcome.value)
             self._said = outcome
         elif self._is_full(state):
             # A reader that was behind at the last snapshot may have caught up.
