@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig, TransportError
+from kvflash.state.snapshot import Outcome
 from servers import NatsServer, free_port
 from service import until
 from support_cluster import BLOCK, Cluster, overlap, prompt, wait_known
@@ -176,9 +177,9 @@ def test_one_with_other_blocks_takes_no_snapshot_for_the_others(cluster: Cluster
             assert wrong.stats()["ns.backend"]["refused_total"] > 0
             state = wrong._cluster._states["ns", "backend"]
             # It tries by itself, too, and holds the lock meanwhile.
-            while (outcome := await asyncio.to_thread(state.snapshot)) == "held by another":
+            while (outcome := await asyncio.to_thread(state.snapshot)) == Outcome.HELD.value:
                 pass
-            assert outcome == "this replica is incomplete"
+            assert outcome == Outcome.INCOMPLETE.value
         async with routing() as late:
             assert await all_known(late)
 
