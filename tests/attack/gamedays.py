@@ -28,7 +28,8 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from servers import EtcdServer, NatsServer, free_port
+from ports import free_port
+from servers import EtcdServer, NatsServer
 from service import Process, until
 from support_cluster import Cluster
 from support_frontend import FrontendProcess, Mocker

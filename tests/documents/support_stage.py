@@ -6,14 +6,11 @@ import ast
 import asyncio
 import json
 import os
-import random
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +18,7 @@ from typing import Any
 
 from support_markdown import Block
 
+from ports import free_ports
 from service import DEADLINE_S, Http, Process, until
 
 TINY_LLAMA = Path(__file__).parents[1] / "vectors" / "tiny-llama"
@@ -57,10 +55,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._ports = {
-            name + at: first + at
-            for name, count in PORTS
-            for first in [_row(count)]
-            for at in range(count)
+            name + at: port for name, count in PORTS for at, port in enumerate(free_ports(count))
         }
         programs = folder / "bin"
         programs.mkdir()
@@ -237,20 +232,6 @@ def commands(text: str) -> list[str]:
         open_lines = ""
     assert not open_lines.strip(), f"a command without an end: {open_lines}"
     return found
-
-
-def _row(count: int) -> int:
-    """The first of so many free ports in a row, below those that connections get by themselves."""
-    for _ in range(100):
-        first = random.randrange(15_000, 32_000)
-        with ExitStack() as held:
-            try:
-                for port in range(first, first + count):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError(f"no {count} free ports in a row")
 
 
 def _engines(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,9 +17,10 @@ from typing import Any
 import pytest
 
 from kvflash.publisher.brokered import BrokerOutlet, Served
+from ports import free_port
 from service import until
 
-__all__ = ["EtcdServer", "NatsServer", "free_port", "outlet"]
+__all__ = ["EtcdServer", "NatsServer", "outlet"]
 
 
 def outlet(instance_id: int = 1, path: str = "ns.backend", **options: Any) -> BrokerOutlet:
@@ -29,13 +29,6 @@ def outlet(instance_id: int = 1, path: str = "ns.backend", **options: Any) -> Br
     where: Any = SimpleNamespace(name=name, namespace=SimpleNamespace(name=namespace))
     given = {"dp_rank": 0, "block_size": 4, "served": lambda: Served("m"), **options}
     return BrokerOutlet(where, instance_id=instance_id, **given)
-
-
-def free_port() -> int:
-    """A port without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _binary(name: str) -> str:

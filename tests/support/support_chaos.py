@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from servers import EtcdServer, NatsServer, free_port
+from ports import free_port
+from servers import EtcdServer, NatsServer
 from service import Http, Process, until
 from support_cluster import BLOCK, MODEL, Cluster, Workers
 from support_frontend import COMPLETIONS, Answer, FrontendProcess, ask

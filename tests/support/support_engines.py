@@ -17,7 +17,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import pytest
 import zmq
 
+from ports import free_ports
 from service import VECTORS, Http, until
 
 PROGRAM = os.environ.get("KVFLASH_VLLM_ENGINE")
@@ -40,16 +40,6 @@ needs_engines = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(PROGRAM is None, reason="KVFLASH_VLLM_ENGINE is not set"),
 ]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class VllmEngine:

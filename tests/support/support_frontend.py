@@ -558,12 +558,6 @@ class FakeEngine:
         self.close()
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 @contextlib.contextmanager
 def engines(frontend: Client, *fakes: FakeEngine) -> Iterator[list[int]]:
     """Register fake engines for a while; gives their ids."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import random
 import shlex
 import socket
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 ROLES = ("agg", "decode", "prefill")
 _ATTEMPTS = 100
+_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +119,20 @@ def _words(text: str) -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` consecutive free ports; other processes may take them before use."""
+    """The first of ``count`` consecutive free ports; other processes may take them before use.
+
+    They are below those that Linux gives to connections: engines load for minutes before they
+    listen, and a connection would not be asked to make room.
+    """
     for _ in range(_ATTEMPTS):
+        first = random.choice(_PORTS)
         with ExitStack() as held:
-            first = held.enter_context(socket.socket())
-            first.bind(("", 0))
-            port = int(first.getsockname()[1])
             try:
-                for other in range(port + 1, port + count):
-                    held.enter_context(socket.socket()).bind(("", other))
-            except (OSError, OverflowError):
+                for port in range(first, first + count):
+                    held.enter_context(socket.socket()).bind(("", port))
+            except OSError:
                 continue
-            return port
+            return first
     raise ConfigError(f"no {count} free ports in a row")
 
 

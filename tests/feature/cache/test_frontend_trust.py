@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvflash.doctor.app import main as doctor
+from ports import free_port
 from service import until
 from support_frontend import (
     COMPLETIONS,
@@ -17,7 +18,6 @@ from support_frontend import (
     FrontendProcess,
     Mocker,
     ask,
-    free_port,
 )
 from support_tokens import TINY_LLAMA
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from ports import free_port
 from service import until
-from support_frontend import CHAT, COMPLETIONS, Call, Exchange, FakeEngine, ask, free_port
+from support_frontend import CHAT, COMPLETIONS, Call, Exchange, FakeEngine, ask
 from support_tokens import (
     Answer,
     Ask,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from ports import free_port
 from service import until
 from support_frontend import (
     COMPLETIONS,
@@ -23,7 +24,6 @@ from support_frontend import (
     answer_json,
     ask,
     engines,
-    free_port,
     hang,
     prompt_of,
 )

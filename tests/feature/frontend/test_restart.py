@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from ports import free_port
 from service import Http, Process, until
-from support_frontend import FakeEngine, FrontendProcess, Mocker, free_port
+from support_frontend import FakeEngine, FrontendProcess, Mocker
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 

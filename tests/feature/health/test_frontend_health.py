@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvflash import ConfigError
+from ports import free_port
 from service import until
 from support_frontend import (
     CHAT,
@@ -18,7 +19,6 @@ from support_frontend import (
     FrontendProcess,
     ask,
     engines,
-    free_port,
     prompt_of,
 )
 from support_tokens import TINY_LLAMA, EmbeddedFrontend, FakeWorker, workers

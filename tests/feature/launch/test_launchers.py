@@ -20,7 +20,8 @@ import pytest
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig, NotFoundError
 from kvflash.discovery import open_discovery
 from kvflash.launcher.probe import requests_in
-from servers import NatsServer, free_port
+from ports import free_port
+from servers import NatsServer
 from service import SUPPORT, EmbeddedIndexer, Http, until
 from support_frontend import COMPLETIONS, FrontendProcess, ask
 

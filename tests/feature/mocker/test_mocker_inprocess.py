@@ -17,7 +17,7 @@ from kvflash.errors import ConfigError
 from kvflash.mocker.app import serve
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Room, meet
-from servers import free_port
+from ports import free_port
 from service import needs_ipv6
 
 DEADLINE_S = 30.0

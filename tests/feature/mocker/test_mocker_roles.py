@@ -14,7 +14,7 @@ from kvflash.mocker import tokenizer
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Handover, Room, meet
 from kvflash.mocker.worker import RuntimeWorker
-from servers import free_port
+from ports import free_port
 from service import EmbeddedIndexer, until, wait_for_sequence
 
 FAST = ("--speedup-ratio", "1000", "--block-size", "4", "--num-gpu-blocks", "512")

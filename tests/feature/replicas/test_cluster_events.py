@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from servers import EtcdServer, NatsServer, free_port
+from ports import free_port
+from servers import EtcdServer, NatsServer
 from service import Process, until
 from support_cluster import MODEL, Cluster, body, overlap, wait_known
 

@@ -13,7 +13,8 @@ import pytest
 
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig, TransportError
 from kvflash.state.snapshot import Outcome
-from servers import NatsServer, free_port
+from ports import free_port
+from servers import NatsServer
 from service import until
 from support_cluster import BLOCK, Cluster, overlap, prompt, wait_known
 

@@ -13,7 +13,8 @@ import pytest
 from kvflash import ConfigError, DistributedRuntime
 from kvflash.router import RouterService
 from kvflash.transport.names import stream_name
-from servers import NatsServer, free_port
+from ports import free_port
+from servers import NatsServer
 from service import Http, Process, until
 from support_cluster import MODEL, Cluster, overlap, prompt
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ports import free_port
 from service import until
 from support_frontend import (
     CHAT,
@@ -27,7 +28,6 @@ from support_frontend import (
     chunked_head_only,
     close_at_once,
     engines,
-    free_port,
     half_json,
     hang,
     head_only,

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from ports import free_port
 from service import until
-from support_frontend import CHAT, Call, ask, free_port
+from support_frontend import CHAT, Call, ask
 from support_tokens import (
     DATA,
     Answer,
