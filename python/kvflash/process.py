@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import json
 import logging
-import resource
 import signal
 import socket
 import time
@@ -18,6 +17,7 @@ from kvflash._core import Frontend, Indexer, Router, init_logging
 from kvflash.address import reachable
 from kvflash.console import LogLine, announce, log_to_stderr, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
+from kvflash.open_files import allow_open_files
 from kvflash.roster.core import Replicas
 from kvflash.settings import Args, warn_of_misspelt
 from kvflash.signals import ending_signals
@@ -154,22 +154,6 @@ def start_logging(level: str, log_format: str) -> None:
     warn_of_misspelt()
 
 
-def _allow_open_files() -> None:
-    """Raise the limit of open files to its maximum; every followed engine needs some.
-
-    The usual 1,024 exists for programs that use select(2).
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        logger.warning("the limit of open files stays at %d: %s", soft, error)
-    else:
-        logger.info("limit of open files raised to %d, from %d", hard, soft)
-
-
 def run_service(
     name: str,
     parse: Callable[[Sequence[str] | None], Any],
@@ -183,6 +167,7 @@ def run_service(
     try:
         args = parse(argv)
         start_logging(args.log_level, args.log_format)
+        allow_open_files()
         service = make(args)
         run_until_stopped(service, args, name=name)
     except KvflashError as error:
@@ -217,7 +202,6 @@ def run_until_stopped(service: FedService, args: Any, *, name: str) -> None:
     ours = ending_signals()
     for number in ours:
         signal.signal(number, stop)
-    _allow_open_files()
     ring, heard = socket.socketpair()
     ring.setblocking(False)
     # The system may deliver the signal to any thread; one that waits for a lock would not wake up.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvflash.console import LogLine, log_to_stderr, program
 from kvflash.errors import KvflashError
 from kvflash.mocker.args import parse_args
+from kvflash.open_files import allow_open_files
 from kvflash.settings import warn_of_misspelt
 
 
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Here, so that a refused flag does not wait for the server's packages.
     from kvflash.mocker.app import run  # noqa: PLC0415
 
+    # libzmq aborts the process where a socket gets no file.
+    allow_open_files()
     try:
         asyncio.run(run(config))
     except (OSError, KvflashError) as error:

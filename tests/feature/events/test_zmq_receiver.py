@@ -761,17 +761,27 @@ def test_more_publishers_than_a_context_has_sockets(run, client, engine):
     assert {w["status"] for w in http.get("/workers")} == {"active"}
 
 
-def test_a_service_may_open_as_many_files_as_the_system_lets_it(run):
+@pytest.mark.parametrize(
+    "service",
+    [
+        ("kvflash.indexer",),
+        ("kvflash.frontend", "--worker", *(f"http://127.0.0.1:{port}" for port in range(1, 200))),
+        ("kvflash.mocker", "--zmq-events-port", "auto"),
+    ],
+)
+def test_a_service_may_open_as_many_files_as_the_system_lets_it(run, service):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
     try:
-        process = run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1")
+        process = run(*service, "--port", "0", "--host", "127.0.0.1")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     process.ready()
     assert resource.prlimit(process.popen.pid, resource.RLIMIT_NOFILE) == (hard, hard)
     told = f"limit of open files raised to {hard}, from {hard // 2}"
     until(lambda: any(told in line for line in process.errors), "the line about it")
+    lines = [line for line in process.errors if told in line or "worker" in line]
+    assert told in lines[0], "a worker was added before"
 
 
 # -- the receiver itself
