@@ -1,5 +1,6 @@
 """The command ``kvflash``: dispatches to the named command, and imports nothing else."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,10 +24,36 @@ COMMANDS = {
 
 _HELP = ("-h", "--help", "help")
 
+# Of a write to a pipe, a file or a terminal that takes no more.
+_OUTPUT_ERRNOS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 2 for bad usage, 1 for failures."""
-    name, *words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv) or ["--help"])
+        finally:
+            # Flush here: what can't be written would otherwise be reported when the interpreter
+            # ends. Without a descriptor 1 there is no standard output.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRNOS or error.filename is not None:
+            raise
+        # Discard what is left in the buffer.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A reader that has closed the pipe wants no more.
+        if error.errno != errno.EPIPE:
+            reason = f"standard output can't be written: {error.strerror}"
+            print(f"kvflash: error: {reason}", file=sys.stderr)
+        return 1
+
+
+def _run(words: list[str]) -> int:
+    name, *words = words
     if name in _HELP and words and words[0] in COMMANDS:
         name, words = words[0], ["--help"]
     if name in _HELP:
@@ -40,19 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"kvflash: error: {_unknown(name)} (see kvflash --help)", file=sys.stderr)
         return 2
-    run = main_of(name)
-    try:
-        try:
-            return run(words)
-        finally:
-            # Flush here: a closed pipe would otherwise be reported when the interpreter ends.
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader has closed the pipe; discard what is left in the buffer.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return main_of(name)(words)
 
 
 def main_of(name: str) -> Callable[[Sequence[str]], int]:

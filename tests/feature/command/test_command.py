@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -90,6 +91,44 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kvflash.doctor.__main__.main", interrupted)
     assert main(["doctor"]) == 130
+
+
+def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "main_of", interrupted)
+    assert main(["doctor"]) == 130
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["keys", "list"]])
+@pytest.mark.parametrize(
+    ("output", "ended"),
+    [
+        (
+            "full",
+            (1, "kvflash: error: standard output can't be written: No space left on device\n"),
+        ),
+        ("without a reader", (1, "")),
+        ("closed", (0, "")),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(
+    output: str, ended: tuple[int, str], words: list[str], unbuffered: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ops:certificate:client\n")
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with os.fdopen(pipe, "w") as unread, Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvflash", *words], check=False, text=True,
+            stdout=full if output == "full" else unread, stderr=subprocess.PIPE,
+            preexec_fn=(lambda: os.close(1)) if output == "closed" else None,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered, "KVFLASH_KEYS_FILE": str(keys)},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == ended
 
 
 def test_nothing_heavy_is_loaded_before_the_command_is_known() -> None:
