@@ -88,7 +88,8 @@ class Answer:
         message = body.get("error", body) if body else self.text
         if isinstance(message, dict):
             message = message.get("message", message)
-        words = " ".join((message if isinstance(message, str) else json.dumps(message)).split())
+        text = message if isinstance(message, str) else json.dumps(message)
+        words = " ".join(printable(text).split())
         end = " ..." if len(words) > _SAID_MAX else ""
         return f"{self.status} {words[:_SAID_MAX]}{end}".strip()
 
@@ -136,9 +137,24 @@ def read_key(path: str | None, flag: str = KEY_FILE) -> str | None:
     if not path:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path}: can't be read: {reason_of(error)}") from None
+    key = checked_key(text, f"{flag} {path}")
+    if key is None:
+        raise ConfigError(f"{flag} {path}: is empty")
+    return key
+
+
+def checked_key(text: str, source: str) -> str | None:
+    """The key in ``text``, without white space around it; None if there is nothing else.
+
+    ConfigError for what no header can have names the source, and never shows the secret.
+    """
+    key = text.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{source}: must be one key in one line of ASCII characters")
+    return key or None
 
 
 def ask(
@@ -168,7 +184,7 @@ def ask(
         connection.request(method or _method(body), parts.path + path, data, headers=headers)
         response = connection.getresponse()
         now = time.time()
-        answer = _read(response, started + _SLOW * timeout_s)
+        answer = _read(response, started, _SLOW * timeout_s)
         return Answer(
             status=response.status,
             body=answer,
@@ -248,7 +264,7 @@ class Service:
         return answer
 
 
-def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
+def _read(response: http.client.HTTPResponse, started: float, limit_s: float) -> bytes:
     """Read the body; with the socket's timeout alone it could drip forever."""
     body = bytearray()
     while len(body) < _ANSWER_BYTES_MAX:
@@ -258,8 +274,8 @@ def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
                 raise http.client.IncompleteRead(bytes(body), response.length)
             break
         body += part
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the answer exceeds {len(body)} bytes")
+        if time.monotonic() > started + limit_s:
+            raise TimeoutError(f"the answer was not complete after {limit_s:g} s")
     return bytes(body)
 
 

@@ -10,7 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvflash.ask import KEY_FILE, Answer, add_key_file, add_timeout, ask, parse_url, read_key
+from kvflash.ask import (
+    KEY_FILE,
+    Answer,
+    add_key_file,
+    add_timeout,
+    ask,
+    checked_key,
+    parse_url,
+    read_key,
+)
 from kvflash.config import bounded_float
 from kvflash.console import counted, program, refuse
 from kvflash.doctor import checks, workers
@@ -106,7 +115,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
         raise ConfigError(f"at most {MAX_URLS} URLs may be given, got {len(urls)}")
     args.urls = urls
     # Not a flag: every user of the machine can read a command line.
-    args.worker_api_key = os.environ.get("KVFLASH_WORKER_API_KEY") or None
+    text = os.environ.get("KVFLASH_WORKER_API_KEY", "")
+    args.worker_api_key = checked_key(text, "environment variable KVFLASH_WORKER_API_KEY")
     if args.worker_api_key_file is not None:
         args.worker_api_key = read_key(args.worker_api_key_file, "--worker-api-key-file")
     args.service_key = read_key(args.service_key_file)
@@ -291,7 +301,7 @@ class _Doctor:
                 yield from checks.check_ready(url, self._ask(url, "/ready"), how)
         else:
             seen = (
-                f"neither an indexer nor an engine: GET /workers: {place.workers.said}; "
+                f"neither a kvflash service nor an engine: GET /workers: {place.workers.said}; "
                 f"GET /v1/models: {place.models.said}"
             )
             how = "give the base URL of a kvflash service or of an engine"

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvflash import console
+from kvflash.ask import checked_key
 from kvflash.config import bounded_float
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
@@ -147,9 +148,11 @@ def http_port(arguments: Arguments) -> int:
 
 def api_key(arguments: Arguments, *variables: str) -> str | None:
     """The key that the engine's API asks for: as given, or from the environment."""
-    given = arguments.value("--api-key")
-    found = (os.environ.get(name) for name in (*variables, "KVFLASH_WORKER_API_KEY"))
-    return given or next(filter(None, found), None)
+    given = {"--api-key": arguments.value("--api-key")}
+    for name in (*variables, "KVFLASH_WORKER_API_KEY"):
+        given[f"environment variable {name}"] = os.environ.get(name)
+    found = (checked_key(text or "", source) for source, text in given.items())
+    return next(filter(None, found), None)
 
 
 def engine_events(

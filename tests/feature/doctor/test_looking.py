@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from kvflash.ask import parse_url
+from kvflash.doctor.app import main as doctor
+from kvflash.doctor.app import parse_args as parse_doctor
 from kvflash.explain import CANDIDATES_MAX, lines_of
 from kvflash.explain import main as explain
 from kvflash.table import table
@@ -301,6 +303,44 @@ def test_the_key_s_file_is_also_named_by_a_variable(
         assert command(["http://127.0.0.1:1", *argv]) == 2
         told = "error: --service-key-file /nope: can't be read: No such file or directory\n"
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("first-secret\nsecond-secret\n", "must be one key in one line of ASCII characters"),
+        ("secret-für-alle\n", "must be one key in one line of ASCII characters"),
+        (" \n", "is empty"),
+    ],
+)
+def test_a_file_without_one_key_is_refused_and_not_shown(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="utf-8")
+    for command, argv in ((workers, []), (explain, ["r-1"]), (doctor, [])):
+        assert command(["http://127.0.0.1:1", *argv, "--service-key-file", str(path)]) == 2
+        assert capsys.readouterr().err.endswith(f"--service-key-file {path}: {told}\n")
+
+
+def test_a_variable_may_end_in_a_newline_but_not_have_two_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFLASH_WORKER_API_KEY", "a-secret\n")
+    assert parse_doctor(["http://127.0.0.1:1"]).worker_api_key == "a-secret"
+    monkeypatch.setenv("KVFLASH_WORKER_API_KEY", "a-secret\nanother")
+    assert doctor(["http://127.0.0.1:1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "environment variable KVFLASH_WORKER_API_KEY: must be one key" in line
+    assert "secret" not in line
+
+
+def test_an_error_of_a_service_has_no_control_characters(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answers = {"/workers": (500, {"error": "red \x1b[31m\nalert"})}
+    assert workers([service.url]) == 1
+    assert capsys.readouterr().err.endswith("/workers: 500 red [31m alert\n")
 
 
 # -- explain

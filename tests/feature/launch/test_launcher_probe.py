@@ -63,12 +63,20 @@ async def with_key(request: web.Request) -> web.Response:
         ("m --api_key secret", {}),
         ("m", {"VLLM_API_KEY": "secret", "KVFLASH_WORKER_API_KEY": "other"}),
         ("m", {"KVFLASH_WORKER_API_KEY": "secret"}),
+        ("m", {"VLLM_API_KEY": " ", "KVFLASH_WORKER_API_KEY": "secret\n"}),
     ],
 )
 def test_an_engine_is_asked_with_its_key(words, variables, monkeypatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert found(words, with_key).model_name == "served"
+
+
+def test_a_key_that_no_header_can_have_is_refused_before_the_engine_loads(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sec\nret")
+    options, arguments = parse_options("vllm", vllm.PROGRAM, ["m"])
+    with pytest.raises(ConfigError, match=r"^environment variable VLLM_API_KEY: must be one key"):
+        vllm.build(options, arguments, "127.0.0.1")
 
 
 def test_a_missing_key_is_named() -> None:
