@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from kvflash.address import reachable
 from kvflash.console import LogLine, announce, log_to_stderr, refuse
@@ -16,6 +18,7 @@ from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.events import EngineEvents
 from kvflash.launcher.options import LauncherOptions, parse_options
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
+from kvflash.outage import Outage
 from kvflash.runtime import DistributedRuntime, Endpoint
 from kvflash.settings import warn_of_misspelt
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Longest wait for an answer at the engine's address before it is started.
+CONNECT_S = 1.0
 # Pause between two attempts to register.
 REGISTER_PAUSE_S = 1.0
 
@@ -58,6 +63,7 @@ async def _run(options: LauncherOptions, arguments: Arguments, build: Build) -> 
         command = build(options, arguments, runtime.host)
         events = EngineEvents(options, command.events, command.ranks, endpoint.component)
         await events.check()
+        await _check_port(_url(command, runtime))
         child = await Child.start(command.words)
         try:
             return await _attend(options, command, child, endpoint, events)
@@ -65,6 +71,23 @@ async def _run(options: LauncherOptions, arguments: Arguments, build: Build) -> 
             if child.is_running:
                 await child.kill()
             await events.close()
+
+
+def _url(command: EngineCommand, runtime: DistributedRuntime) -> str:
+    return f"http://{reachable(command.host or '', runtime.host)}:{command.port}"
+
+
+async def _check_port(url: str) -> None:
+    """Refuse an address at which somebody answers: it would be taken for the engine."""
+    parts = urlsplit(url)
+    with contextlib.suppress(OSError, asyncio.TimeoutError):
+        connecting = asyncio.open_connection(parts.hostname, parts.port)
+        _, writer = await asyncio.wait_for(connecting, CONNECT_S)
+        writer.close()
+        raise ConfigError(
+            f"--port {parts.port}: another process answers at {parts.netloc}; choose another port,"
+            " or stop that process"
+        )
 
 
 async def _attend(
@@ -78,7 +101,7 @@ async def _attend(
     from kvflash.launcher.probe import wait_until_idle, wait_until_ready  # noqa: PLC0415
 
     runtime = endpoint.runtime
-    url = f"http://{reachable(command.host or '', runtime.host)}:{command.port}"
+    url = _url(command, runtime)
     found = await wait_until_ready(url, command, child, options.ready_timeout_s)
     if found is None:
         if child.is_running:
@@ -134,6 +157,7 @@ async def _register(
     block_size = command.event_block_size(found.block_size)
     is_prefill = options.role == "prefill"
     has_room = is_prefill and command.bootstrap_port is not None
+    outage = Outage(logger, "discovery takes the engine")
     while True:
         try:
             places = await events.announce(block_size)
@@ -156,7 +180,8 @@ async def _register(
                 lora_names=found.lora_names,
             )
             await runtime.announce_instance(endpoint.path, {"kind": "openai", "url": url})
+            outage.ends()
             return places
         except (TransportError, OverloadedError, OSError) as error:
-            logger.warning("the engine can't be registered: %s; trying again", error)
+            outage.lasts(f"the engine can't be registered: {error}; trying again")
         await asyncio.sleep(REGISTER_PAUSE_S)

@@ -154,6 +154,19 @@ def test_an_engine_that_does_not_start_gives_its_status(status, wanted, launch):
     until(lambda: line in "".join(process.errors), "the log")
 
 
+def test_another_server_at_its_port_is_not_taken_for_the_engine(launch, folder):
+    other = launch("vllm", "m")
+    line = ready(other, "vllm")
+    port = str(urlsplit(line["url"]).port)
+    process = launch("vllm", "m", "--port", port)
+    assert process.popen.wait(30) == 2
+    told = f"--port {port}: another process answers at 127.0.0.1:{port}; choose another port"
+    until(lambda: told in "".join(process.errors), "the log")
+    assert "starting" not in "".join(process.errors)
+    instances = [key for key in found(folder) if "/instances/" in key]
+    assert instances == [f"v1/instances/dynamo/backend/generate/{line['instance_id']}"]
+
+
 @pytest.mark.parametrize("is_back", [True, False])
 def test_an_engine_is_kept_while_discovery_fails_and_registered_when_it_is_back(
     is_back, launch, folder
@@ -170,6 +183,8 @@ def test_an_engine_is_kept_while_discovery_fails_and_registered_when_it_is_back(
         number = ready(process, "vllm")["instance_id"]
         assert f"v1/instances/dynamo/backend/generate/{number}" in found(folder)
         assert child_of(process) == pid
+        log = "".join(process.errors)
+        assert log.count(said) == 1 and "discovery takes the engine after at least" in log
     assert process.terminate() == 0
     assert gone(pid)
 
