@@ -37,6 +37,10 @@ def routing_options(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def override_options(override: Mapping[str, Any] | None) -> dict[str, Any]:
     """A request's overrides, under the core's names; InvalidArgumentError for an unknown one."""
+    if not isinstance(override, Mapping | None):
+        raise InvalidArgumentError(
+            f"router_config_override must be a mapping of settings, got {override!r}"
+        )
     options: dict[str, Any] = {}
     for name, value in (override or {}).items():
         if name not in _OVERRIDES:

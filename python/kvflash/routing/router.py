@@ -77,7 +77,8 @@ class KvPushRouter(AbstractAsyncContextManager["KvPushRouter"]):
         kv_router_config: Routing settings.
 
     Raises:
-        InvalidArgumentError: The block size is not in 1..=4294967295.
+        InvalidArgumentError: The block size is not in 1..=4294967295, or the settings are not a
+            KvRouterConfig.
     """
 
     #: The settings of a router that is given none.
@@ -88,6 +89,10 @@ class KvPushRouter(AbstractAsyncContextManager["KvPushRouter"]):
     ) -> None:
         self.endpoint = endpoint
         self.block_size = check_range("block_size", block_size, 1, _U32_MAX)
+        if not isinstance(kv_router_config, KvRouterConfig | None):
+            raise InvalidArgumentError(
+                f"kv_router_config must be a KvRouterConfig or None, got {kv_router_config!r}"
+            )
         self.config = kv_router_config or self._default_config()
         self._policy = asked_of(self.config.router_mode, "router_mode")
         self._client = endpoint.client()

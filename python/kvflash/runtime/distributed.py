@@ -118,7 +118,7 @@ class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRunt
         Raises:
             InvalidArgumentError: The path does not have three parts, or one is not allowed.
         """
-        parts = path.removeprefix("dyn://").replace("/", ".").split(".")
+        parts = str(path).removeprefix("dyn://").replace("/", ".").split(".")
         if len(parts) != 3:
             raise InvalidArgumentError(
                 f"endpoint must be namespace.component.endpoint, got {path!r}"

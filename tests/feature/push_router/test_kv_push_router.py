@@ -19,6 +19,7 @@ from kvflash import (
     ClosedError,
     ConfigError,
     ConflictError,
+    DistributedRuntime,
     InvalidArgumentError,
     KvPushRouter,
     KvRouterConfig,
@@ -422,6 +423,8 @@ def test_generate_from_request_and_wrong_wishes() -> None:
             wishes: list[tuple[dict[str, Any], str]] = [
                 ({"router_config_override": {"weight": 1}}, "unknown setting 'weight'"),
                 ({"router_config_override": {"overlap_score_weight": -1}}, "overlap_score_weight"),
+                ({"router_config_override": KvRouterConfig()}, "must be a mapping of settings"),
+                ({"router_config_override": 0.5}, "must be a mapping of settings, got 0.5"),
                 ({"router_config_override": {"router_temperature": "x"}}, "router_temperature"),
                 ({"dp_rank": 1}, "dp_rank 1 needs worker_id"),
                 ({"allowed_worker_ids": 3}, "allowed_worker_ids must be a list"),
@@ -438,6 +441,18 @@ def test_generate_from_request_and_wrong_wishes() -> None:
             with pytest.raises(InvalidArgumentError, match="empty"):
                 await router.generate([])
             assert is_idle(router)
+
+    run(work())
+
+
+@pytest.mark.parametrize("config", [{"router_temperature": 1.0}, {}, 0.5, KvRouterConfig])
+def test_settings_that_are_no_config_are_refused_by_name(config: Any) -> None:
+    async def work() -> None:
+        async with DistributedRuntime("mem") as runtime:
+            with pytest.raises(InvalidArgumentError, match="must be a KvRouterConfig or None, got"):
+                KvPushRouter(runtime.endpoint("ns.backend.generate"), 16, config)
+            with pytest.raises(InvalidArgumentError, match=r"component\.endpoint, got 5"):
+                runtime.endpoint(5)  # type: ignore[arg-type]
 
     run(work())
 
