@@ -253,9 +253,13 @@ def _silence(listener: Listener, worker: Worker, health: Mapping[str, Any]) -> F
 
 
 def _check_block_size(listener: Listener, worker: Mapping[str, Any]) -> Iterator[Finding]:
-    own = worker.get("engine_block_size")
-    if isinstance(own, int) and not listener.fits_block_size(own):
+    own, counts = worker.get("engine_block_size"), listener.entry.get("events") or {}
+    # The engine's own size does not say it: the events may have a multiple of it.
+    is_deaf = counts.get("block_size_mismatch") and not counts.get("stored")
+    if is_deaf or (isinstance(own, int) and not listener.fits_block_size(own)):
         seen = f"the engine has {own} tokens, the index {listener.block_size}"
+        if is_deaf:
+            seen = f"no stored block has the index's {listener.block_size} tokens: nothing matches"
         how = (
             "remove --kv-cache-block-size of the frontend, if given, and give all engines of a "
             "model the same --block-size"

@@ -201,6 +201,16 @@ def test_one_stored_event_is_no_events() -> None:
             assert identity.seen.startswith(words)
 
 
+@pytest.mark.parametrize("own", [8, 32, None])
+@pytest.mark.parametrize("stored", [0, 1])
+def test_events_of_another_block_size_fail_if_there_are_no_others(
+    own: int | None, stored: int
+) -> None:
+    events = {"batches": 3, "block_size_mismatch": 2, "stored": stored}
+    checked = found(engine_block_size=own, listener={"events": events})
+    assert checked.get("block size") == (FAIL if own == 32 or not stored else None)
+
+
 def test_a_fix_names_flags_that_may_not_be_given() -> None:
     (worker,) = workers.workers_of(URL, [entry(engine_block_size=32)])
     findings = workers.check_worker(worker, {}, {}, {}, 5.0)
