@@ -16,6 +16,7 @@ from kvflash.ask import samples
 from kvflash.errors import ConfigError, DeadlineError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import EngineCommand
+from kvflash.outage import REMIND_S
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +55,24 @@ async def wait_until_ready(
     Raises DeadlineError if it was not healthy in time, and ConfigError if it serves no model, or
     refuses the command's API key.
     """
-    deadline = asyncio.get_running_loop().time() + timeout_s
+    clock = asyncio.get_running_loop().time
+    started_s = reminded_s = clock()
     limit = aiohttp.ClientTimeout(total=_ANSWER_S_MAX)
     headers = _headers(command.api_key)
     async with aiohttp.ClientSession(url, timeout=limit, headers=headers) as session:
-        while not await _is_healthy(session):
+        while reason := await _why_unhealthy(session):
             if not child.is_running or child.stopping.is_set():
                 return None
-            if asyncio.get_running_loop().time() > deadline:
-                raise DeadlineError(f"the engine was not healthy within {timeout_s:g} s")
+            now_s = clock()
+            why = f"GET {url}/health: {reason}"
+            if now_s - started_s > timeout_s:
+                raise DeadlineError(
+                    f"the engine was not healthy within {timeout_s:g} s (--ready-timeout): {why}"
+                )
+            if now_s - reminded_s >= REMIND_S:
+                reminded_s = now_s
+                waited_s = now_s - started_s
+                logger.info("the engine is not healthy after %.0f s: %s", waited_s, why)
             await asyncio.sleep(_POLL_S)
         found = await _models(session)
         _add_details(found, command.details, await _text(session, command.details))
@@ -73,12 +83,12 @@ def _headers(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-async def _is_healthy(session: aiohttp.ClientSession) -> bool:
+async def _why_unhealthy(session: aiohttp.ClientSession) -> str:
     try:
         async with session.get("/health") as response:
-            return response.status == 200
-    except _FAILURES:
-        return False
+            return "" if response.status == 200 else f"status {response.status}"
+    except _FAILURES as error:
+        return str(error) or type(error).__name__
 
 
 async def _models(session: aiohttp.ClientSession) -> Found:

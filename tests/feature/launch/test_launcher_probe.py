@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from kvflash import vllm
-from kvflash.errors import ConfigError
+from kvflash.errors import ConfigError, DeadlineError
 from kvflash.launcher import probe
 from kvflash.launcher.child import Child
 from kvflash.launcher.options import parse_options
@@ -77,6 +77,32 @@ def test_a_key_that_no_header_can_have_is_refused_before_the_engine_loads(monkey
     options, arguments = parse_options("vllm", vllm.PROGRAM, ["m"])
     with pytest.raises(ConfigError, match=r"^environment variable VLLM_API_KEY: must be one key"):
         vllm.build(options, arguments, "127.0.0.1")
+
+
+def test_why_an_engine_is_waited_for_is_said(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("kvflash.launcher.probe.REMIND_S", 0)
+    caplog.set_level("INFO")
+    answers = iter((503, 503, 200))
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/health":
+            return web.Response(status=next(answers))
+        return await with_key(request)
+
+    assert found("m --api-key secret", answer).model_name == "served"
+    lines = [line for line in caplog.messages if "not healthy after" in line]
+    assert len(lines) == 2 and all(line.endswith("/health: status 503") for line in lines)
+
+
+def test_an_engine_that_never_gets_healthy_is_refused_with_the_reason() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=404)
+
+    options, arguments = parse_options("vllm", vllm.PROGRAM, ["m"])
+    command = vllm.build(options, arguments, "127.0.0.1")
+    why = r"within 0.01 s \(--ready-timeout\): GET http://\S+/health: status 404$"
+    with pytest.raises(DeadlineError, match=why):
+        asked(answer, lambda url, child: wait_until_ready(url, command, child, 0.01))
 
 
 def test_a_missing_key_is_named() -> None:
