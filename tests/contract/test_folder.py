@@ -268,10 +268,12 @@ def test_the_folder_must_be_ours_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "new" / "deep").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigError, match=r"not be writable by others; its owner is .* mode 0777"):
+    with pytest.raises(
+        ConfigError, match=r"others; its owner is .* mode 0777: change that, or set KVFLASH"
+    ):
         FileDiscovery(tmp_path / "open")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"discovery folder .*file"):
+    with pytest.raises(ConfigError, match=r"discovery folder .*file.*: set KVFLASH_DISCOVERY_DIR"):
         FileDiscovery(tmp_path / "file")
     # Nothing is made where something else is.
     before = sorted(tmp_path.iterdir())

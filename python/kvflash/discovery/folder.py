@@ -84,7 +84,10 @@ class Folder:
             _check_content(path)
             self.make()
         except OSError as error:
-            raise ConfigError(f"discovery folder {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"discovery folder {path}: {error.strerror}: set KVFLASH_DISCOVERY_DIR to a folder "
+                "that this user owns or may create"
+            ) from error
         # Cached keys: inode and time, lease, value.
         self._seen: dict[str, tuple[tuple[int, int, int], int, bytes]] = {}
         # The folder's last modification time, and when it was first seen, on this process's clock.
@@ -106,7 +109,8 @@ class Folder:
             raise ConfigError(
                 f"discovery folder {path} must be owned by user {os.getuid()} and not be "
                 f"writable by others; its owner is {status.st_uid} with mode "
-                f"{stat.S_IMODE(status.st_mode):04o}"
+                f"{stat.S_IMODE(status.st_mode):04o}: change that, or set KVFLASH_DISCOVERY_DIR to "
+                "another folder"
             )
 
     def try_lock(self) -> IO[bytes] | None:
