@@ -89,7 +89,12 @@ class FedService:
         self._replicas.check()
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service can start only once; create a new one")
-        self._port = self._core.start(self._args.host, self._args.port)
+        try:
+            self._port = self._core.start(self._args.host, self._args.port)
+        except KvflashError:
+            # Its health checks would go on, and log after the reason.
+            self._core.stop()
+            raise
         self._feed.start()
         # As for the feed: the core's threads must not outlive the interpreter.
         atexit.register(self._end)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from http.client import HTTPConnection
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from ports import free_port
 from service import Process, until
 
 # Its end takes a while: what still runs beside it then has the time to do harm.
@@ -40,6 +42,22 @@ INDEXER = """
 service = IndexerService(port=0)
 service.start()
 """
+
+
+def test_nothing_is_logged_after_the_reason_why_a_service_does_not_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        # Every one of their failures is logged.
+        engines = [f"http://127.0.0.1:{free_port()}/{number}" for number in range(64)]
+        flags = ["--host", "127.0.0.1", "--port", str(port), "--worker", *engines]
+        main = f"from kvflash.frontend.app import main\nstatus = main({flags})\n"
+        ran = subprocess.run(
+            [sys.executable, "-c", SLOW + main + "raise SystemExit(status)"],
+            env={**os.environ, "KVFLASH_DISCOVERY_DIR": str(tmp_path / "discovery")},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert ran.returncode == 2
+    assert f"error: can't listen on 127.0.0.1:{port}" in ran.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
