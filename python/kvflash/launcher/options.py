@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 ROLES = ("agg", "decode", "prefill")
 _ATTEMPTS = 100
+# Flags with which vLLM and SGLang serve HTTPS, or a Unix socket instead of a port.
+_NO_HTTP = ("--ssl-keyfile", "--ssl-certfile", "--uds")
 _PORTS = range(20_000, 32_000)
 
 
@@ -138,7 +140,16 @@ def free_ports(count: int) -> int:
 
 
 def http_port(arguments: Arguments) -> int:
-    """The engine's HTTP port: as given, or a free one."""
+    """The engine's HTTP port: as given, or a free one.
+
+    ConfigError if it would not listen for plain HTTP there: nothing would ever find it healthy.
+    """
+    for flag in _NO_HTTP:
+        if arguments.value(flag) is not None:
+            raise ConfigError(
+                f"{flag}: a launched engine is reached over plain HTTP: leave the flag out, or "
+                "start the engine yourself and give its https:// URL to the frontend by --worker"
+            )
     port = arguments.number("--port")
     if port is None:
         port = free_ports(1)

@@ -170,6 +170,9 @@ def test_sglang_knows_roles_itself():
             "endpoint must be tcp://*:PORT to be announced, got 'ipc:///tmp/x'",
         ),
         ("sglang", "--port 9000", "SGLang needs a model"),
+        ("vllm", "m --ssl-keyfile k", "--ssl-keyfile: a launched engine is reached over plain"),
+        ("vllm", "m --uds=/tmp/x", "--uds: a launched engine is reached over plain HTTP"),
+        ("sglang", "--model-path m --ssl_certfile c", "--ssl-certfile: a launched engine"),
     ],
 )
 def test_what_cannot_be_announced_is_refused(engine, line, wanted):
