@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 
 from kvflash.errors import ConfigError
 
@@ -13,6 +14,12 @@ _OF_PORTS = (errno.EADDRINUSE, errno.EACCES)
 def netloc(host: str) -> str:
     """A host as written before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+def masked(address: str) -> str:
+    """An address with asterisks for its login, which may be without a scheme in front."""
+    # Up to the last @: a password may contain / or @.
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", address)
 
 
 def reachable(host: str, own: str | None = None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvflash.address import masked
 from kvflash.config import bounded_float
 from kvflash.console import reason_of
 from kvflash.errors import ConfigError, NotFoundError, TransportError
@@ -105,8 +106,10 @@ def parse_url(text: str) -> str:
     if not is_legal or any(mark <= " " or mark == "\x7f" for mark in text) or not text.isascii():
         raise ConfigError(
             "URL must be http://HOST[:PORT][/PATH], or https://..., with PORT in 1..=65535, got "
-            f"{text!r}"
+            f"{masked(text)!r}"
         )
+    if "@" in urlsplit(url).netloc:
+        raise ConfigError(f"URL must be without a login, which is not sent, got {masked(text)!r}")
     url = url.rstrip("/")
     return url.removesuffix("/v1") if urlsplit(url).path.endswith("/v1") else url
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvflash.address import masked
 from kvflash.errors import ConfigError
 
 EVENT_PLANES = ("zmq", "nats")
@@ -79,7 +79,7 @@ class NatsSettings:
     @property
     def where(self) -> str:
         """The addresses, with asterisks for logins."""
-        return ", ".join(map(_masked, self.servers))
+        return ", ".join(map(masked, self.servers))
 
     @property
     def must_encrypt(self) -> bool:
@@ -140,7 +140,7 @@ class EtcdSettings:
         for one in map(str.strip, text.split(",")):
             if "@" in one:
                 raise ConfigError(
-                    f"ETCD_ENDPOINTS names {_masked(one)}, with a login in it: name the address "
+                    f"ETCD_ENDPOINTS names {masked(one)}, with a login in it: name the address "
                     "alone, and set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD"
                 )
         scheme = "https" if self.tls else "http"
@@ -211,7 +211,7 @@ def _addresses(name: str, value: str, *schemes: str) -> tuple[str, ...]:
     for number, one in enumerate(found, 1):
         if not is_address(one if "://" in one else f"{schemes[0]}://{one}", *schemes):
             wanted = " or ".join(f"{scheme}://HOST[:PORT]" for scheme in schemes)
-            got = repr(_masked(one))
+            got = repr(masked(one))
             if any("@" in later for later in found[number:]):
                 # It may be the first half of a login.
                 service = name.partition("_")[0]
@@ -221,12 +221,6 @@ def _addresses(name: str, value: str, *schemes: str) -> tuple[str, ...]:
                 )
             raise ConfigError(f"{name} must be {wanted}, several separated by commas, got {got}")
     return found
-
-
-def _masked(address: str) -> str:
-    """An address with asterisks for its login, which may be without a scheme in front."""
-    # Up to the last @: a password may contain / or @.
-    return re.sub(r"^(\w+://)?.*@", r"\1***@", address)
 
 
 def is_address(url: str, *schemes: str) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvflash.address import masked
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.roster.core import Fleet, Replicas
@@ -31,7 +32,7 @@ def add_named(core: Fleet, flags: FleetFlags) -> dict[int, str]:
         except (ConfigError, ConflictError, InvalidArgumentError) as error:
             said = str(error).removeprefix(f'--worker "{spec}{role}": ')
             kind = ConflictError if isinstance(error, ConflictError) else ConfigError
-            raise kind(f"{source} {spec!r}: {said}") from error
+            raise kind(f"{source} {masked(spec)!r}: {said}") from error
     return found
 
 

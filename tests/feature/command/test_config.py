@@ -536,6 +536,7 @@ def test_what_another_worker_has_is_named_with_the_flag(second, wanted):
         ),
         (["--worker", "foo"], {"KVFLASH_WORKER": "http://a:1"}, "^--worker 'foo': worker url must"),
         (["--prefill-worker", "http://a:1,b=2"], {}, "^--prefill-worker 'http://a:1,b=2': unknown"),
+        (["--worker", "http://me:pass@a:1"], {}, r"^--worker 'http://\*\*\*@a:1': worker url must"),
         (
             [],
             {"KVFLASH_TOKENIZER": "/nope"},

@@ -686,6 +686,13 @@ def test_the_limit_of_a_port_is_named(capsys, url):
     assert f"{told}{url!r}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("url", ["http://me:secret@host:80/v1", "me:secret@host", "me@host:0"])
+def test_a_login_in_a_url_is_refused_and_not_shown(capsys, url):
+    assert main([url]) == 2
+    told = capsys.readouterr().err
+    assert "***@host" in told and "me" not in told.partition("***")[2] and "secret" not in told
+
+
 def test_the_report_in_words(run, canned):
     """A real process; one line a finding, whatever the other side says."""
     ready = (503, {"error": "first\nsecond \x1b[31mred"}, {})
