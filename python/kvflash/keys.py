@@ -65,6 +65,9 @@ def _add(path: Path, args: argparse.Namespace) -> None:
     # One by one, as a refusal of the whole file would not say which argument is at fault.
     parts = {"ID": f"{args.id}:certificate:client"}
     parts |= {f"--{name}": f"id:certificate:{args.role}:{one}" for name, one in options.items()}
+    if ":" in args.id:
+        why = f"an id must be without a colon, got {args.id!r}"
+        raise ConfigError(f"ID is not valid, and {path} is unchanged: {why}")
     for argument, part in parts.items():
         check_key(part, f"{argument} is not valid, and {path} is unchanged")
 
@@ -87,7 +90,13 @@ def _add(path: Path, args: argparse.Namespace) -> None:
 
     append_line(path, hashed)
     print(f"added {args.id} to {path}; its key, shown only once:", file=sys.stderr)
-    print(key)
+    try:
+        print(key, flush=True)
+    except OSError:
+        # It is useless without its key.
+        remove_line(path, args.id)
+        print(f"removed {args.id} again: its key could not be shown", file=sys.stderr)
+        raise
 
 
 def _list(path: Path) -> None:

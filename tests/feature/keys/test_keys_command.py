@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -163,6 +165,7 @@ def test_a_file_of_something_else_is_not_listed(
             "option allow takes kv_transfer",
         ),
         (["ann", "--role", "admin", "--rpm", "5"], "--rpm", "option rpm is only for clients"),
+        (["a:b", "--role", "client"], "ID", "an id must be without a colon, got 'a:b'"),
         (
             ["ann", "--role", "client", "--rpm", "5", "--tenant", "a b", "--certificate"],
             "--tenant",
@@ -245,3 +248,19 @@ def test_writers_at_once_lose_nothing(path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(one for one, _ in entries(path.read_text())) == sorted(ids)
+
+
+def test_a_key_that_could_not_be_shown_is_removed_again(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _add(capsys, "bob", "--role", "client")
+    before = path.read_text()
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvflash", "keys", "add", "ann", "--role", "client"],
+            check=False, stdout=full, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"KVFLASH_KEYS_FILE": str(path)},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "removed ann again: its key could not be shown" in done.stderr
+    assert path.read_text() == before
