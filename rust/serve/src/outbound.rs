@@ -276,7 +276,7 @@ fn explained(error: io::Error) -> AnyError {
             CA_ITSELF.into()
         }
         Some(Error::InvalidMessage(InvalidMessage::InvalidContentType)) => {
-            format!("{error}: the port does not speak TLS; its URL begins with http://").into()
+            format!("{error}: the port does not speak TLS; write its URL with http://").into()
         }
         _ => error.into(),
     }
@@ -396,7 +396,7 @@ mod tests {
         };
         let (refused, _open) = tokio::join!(connect(&mut connector, &url), answer);
         let refused = refused.unwrap_err();
-        assert!(refused.ends_with("does not speak TLS; its URL begins with http://"), "{refused}");
+        assert!(refused.ends_with("does not speak TLS; write its URL with http://"), "{refused}");
     }
 
     #[tokio::test]

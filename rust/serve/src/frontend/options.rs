@@ -71,7 +71,10 @@ impl FrontendOptions {
     /// # Errors
     /// `Config` if it is given twice, or its file is unreadable or empty.
     pub(super) fn api_key(&self) -> Result<Option<String>> {
-        let Some(path) = &self.worker_api_key_file else { return Ok(self.worker_api_key.clone()) };
+        let Some(path) = &self.worker_api_key_file else {
+            // In a variable, a secret often ends in a newline.
+            return Ok(self.worker_api_key.as_deref().map(|key| key.trim().to_owned()));
+        };
         let wrong =
             |why: String| Error::Config(format!("--worker-api-key-file {}: {why}", path.display()));
         if self.worker_api_key.is_some() {

@@ -98,7 +98,8 @@ impl Upstream {
     /// # Errors
     /// `Config` for an API key that is not valid in a header.
     pub fn new(options: &FrontendOptions, api_key: Option<&str>) -> Result<Self, Error> {
-        let authorization = api_key.map(|key| bearer("--worker-api-key", key)).transpose()?;
+        let name = "--worker-api-key (or its file or variable)";
+        let authorization = api_key.map(|key| bearer(name, key)).transpose()?;
         let (outbound, limit) = (&options.http.outbound, options.connect_timeout);
         let allow = options.http.worker_allow.clone();
         let ours = outbound.connector(limit, None);

@@ -18,6 +18,14 @@ fn the_key_for_workers_comes_from_a_file_or_a_flag() {
     assert_eq!(fails_with(Some("secret\n"), None).unwrap().as_deref(), Some("secret"));
     let twice = fails_with(None, Some("other")).unwrap_err();
     assert!(twice.contains("use one of them") && !twice.contains("other"), "{twice}");
+    let options = FrontendOptions {
+        own: FrontendSettings {
+            worker_api_key: Some("secret\n".to_owned()),
+            ..FrontendSettings::default()
+        },
+        ..FrontendOptions::default()
+    };
+    assert_eq!(options.api_key().unwrap().as_deref(), Some("secret"));
 }
 
 fn aliases(texts: &[&str]) -> Result<Aliases> {
