@@ -1,10 +1,10 @@
 //! The registry: publishers by id, model indexes by (model, tenant).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use parking_lot::RwLock;
 
 use super::command::{Command, CommandQueue};
@@ -62,12 +62,17 @@ impl Default for CatalogOptions {
     }
 }
 
+/// Models without workers that stay known. Each keeps about 60 KiB, and its series in the metrics.
+const MAX_EMPTIED: usize = 256;
+
 /// A worker in one model and tenant.
 pub(super) type Seat = (Worker, ModelKey);
 
 #[derive(Default)]
 pub(super) struct Tables {
     models: HashMap<ModelKey, Arc<ModelIndex>>,
+    /// Models whose last worker has left, in that order, at most [`MAX_EMPTIED`].
+    emptied: VecDeque<ModelKey>,
     publishers: BTreeMap<PublisherId, Arc<Publisher>>,
     /// An instance may serve several models and tenants, each with a publisher of its own.
     pub(super) workers: BTreeMap<Seat, PublisherId>,
@@ -159,6 +164,7 @@ impl Catalog {
         block_size: Option<u32>,
         given: Option<u32>,
     ) -> Result<Arc<ModelIndex>> {
+        tables.emptied.retain(|emptied| emptied != key);
         if let Some(model) = tables.models.get(key) {
             if let Some(size) = block_size
                 && model.learn_block_size(size) != size
@@ -271,7 +277,7 @@ impl Catalog {
 
     /// Unregisters an instance, or one rank of it; its blocks are dropped when this returns. If a
     /// rank is known only from events, the listener stays and restores it when it is named again. A
-    /// model without workers stays known until its slot is needed.
+    /// model without workers stays known until its slot is needed, or many others have lost theirs.
     ///
     /// # Errors
     /// `NotFound` if nothing matches.
@@ -511,11 +517,22 @@ impl Catalog {
 
 impl Tables {
     /// Resets block size and identity of `model` if it has neither publishers nor their blocks,
-    /// because the next ones may differ.
-    fn forget_unused(&self, model: &ModelIndex) {
-        if !self.is_used(&model.key) {
-            model.forget_block_size();
-            model.agreement.forget();
+    /// because the next ones may differ. Removes the model that has been without them longest if
+    /// there are too many.
+    fn forget_unused(&mut self, model: &ModelIndex) {
+        if self.is_used(&model.key) {
+            return;
+        }
+        model.forget_block_size();
+        model.agreement.forget();
+        self.emptied.retain(|key| *key != model.key);
+        if !model.is_kept() {
+            self.emptied.push_back(model.key.clone());
+        }
+        if self.emptied.len() > MAX_EMPTIED
+            && let Some(key) = self.emptied.pop_front()
+        {
+            self.models.remove(&key);
         }
     }
 
@@ -555,8 +572,14 @@ impl Tables {
     }
 
     /// Makes room for another model by removing an unused one. False if there is none.
+    ///
+    /// # Cost
+    /// O(models + publishers).
     fn drop_unused(&mut self) -> bool {
-        let is_unused = |model: &&Arc<ModelIndex>| !model.is_kept() && !self.is_used(&model.key);
+        let of_publishers = self.publishers.values().map(|publisher| &publisher.model.key);
+        let of_recovered = self.recovered.values().map(|past| &past.model.key);
+        let used: HashSet<&ModelKey> = of_publishers.chain(of_recovered).collect();
+        let is_unused = |model: &&Arc<ModelIndex>| !model.is_kept() && !used.contains(&model.key);
         let Some(key) = self.models.values().find(is_unused).map(|model| model.key.clone()) else {
             return false;
         };

@@ -137,6 +137,36 @@ fn a_rank_of_two_publishers_is_the_registered_ones() {
 }
 
 #[test]
+fn of_many_models_without_workers_the_last_stay_known() {
+    let catalog = Catalog::default();
+    let kept = key("kept");
+    catalog.model_or_create(&kept, None).unwrap();
+    let come = |name: &str| {
+        catalog.register(registration(Worker::new(1, 0), name)).unwrap();
+    };
+    let go = |name: &str| {
+        assert_eq!(catalog.unregister(1, name, None, None), Ok(1));
+    };
+    come("kept");
+    go("kept");
+    come("back");
+    go("back");
+    come("back");
+    for number in 0..1_000 {
+        let name = format!("of {number}");
+        come(&name);
+        go(&name);
+        assert!(catalog.model(&name, "t").is_ok(), "its clients may still ask");
+    }
+    go("back");
+    let known = catalog.models();
+    assert_eq!(known.len(), 257, "256, and the kept one");
+    let names = ["kept", "back", "of 999", "of 745"];
+    assert!(names.iter().all(|name| catalog.model(name, "t").is_ok()));
+    assert!(catalog.model("of 744", "t").is_err());
+}
+
+#[test]
 fn a_model_without_workers_makes_room_unless_somebody_counts_on_it() {
     let options = CatalogOptions { max_models: 3, ..CatalogOptions::default() };
     let catalog = Catalog::new(options, Arc::new(ManualClock::default()));
