@@ -190,6 +190,7 @@ def test_body_and_headers_reach_the_engine_untouched(frontend: Frontend) -> None
 def test_answer_headers_reach_the_client_without_connection_ones(frontend: Frontend) -> None:
     def answer(exchange: Exchange) -> bool:
         more = ("X-Engine: e1", "Set-Cookie: a=1", "Keep-Alive: timeout=9", "Connection: close")
+        more += ("Access-Control-Allow-Origin: *", "Access-Control-Allow-Credentials: true")
         return exchange.whole(200, {"ok": True}, *more)
 
     with engines(frontend, FakeEngine("heads", answer)):
@@ -199,6 +200,8 @@ def test_answer_headers_reach_the_client_without_connection_ones(frontend: Front
         assert got.headers["set-cookie"] == "a=1"
         assert "keep-alive" not in got.headers
         assert "connection" not in got.headers
+        # --cors-origin decides which pages may read answers.
+        assert not [name for name in got.headers if name.startswith("access-control-")]
 
 
 def test_headers_named_by_connection_stay_here(frontend: Frontend) -> None:

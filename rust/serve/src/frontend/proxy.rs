@@ -317,10 +317,16 @@ pub(crate) fn upstream_request(
     request
 }
 
+/// Headers that tell a browser which pages may read an answer. `--cors-origin` decides that here; engines allow every
+/// page by default.
+fn is_of_cors(name: &HeaderName) -> bool {
+    name.as_str().starts_with("access-control-")
+}
+
 /// The response headers for the client.
 pub(crate) fn client_headers(mut headers: HeaderMap) -> HeaderMap {
     let mut listed = named_by_connection(&headers);
-    listed.extend(headers.keys().filter(|name| is_hop_by_hop(name)).cloned());
+    listed.extend(headers.keys().filter(|name| is_hop_by_hop(name) || is_of_cors(name)).cloned());
     if headers.contains_key(header::TRANSFER_ENCODING) {
         // The body ends where its chunks do; a length beside them is wrong (RFC 9112, 6.3).
         listed.push(header::CONTENT_LENGTH);
@@ -346,5 +352,15 @@ mod tests {
         assert_eq!(client_headers(pairs(&plain)), pairs(&plain));
         let chunked = [&plain[..], &[(header::TRANSFER_ENCODING, "chunked")]].concat();
         assert_eq!(client_headers(pairs(&chunked)), pairs(&plain[1..]));
+    }
+
+    #[test]
+    fn an_engine_lets_no_page_read_its_answer() {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*"));
+        headers.insert(header::ACCESS_CONTROL_ALLOW_CREDENTIALS, HeaderValue::from_static("true"));
+        headers.insert(header::VARY, HeaderValue::from_static("origin"));
+        let passed = client_headers(headers);
+        assert_eq!(passed.keys().collect::<Vec<_>>(), [header::VARY]);
     }
 }
