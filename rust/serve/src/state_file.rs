@@ -321,18 +321,19 @@ fn set(kept: &mut BTreeMap<String, Value>, key: &str, body: Option<&Value>) {
 /// The registrations in a file, by key, and whether its last line is complete. A missing file has
 /// none.
 fn read(path: &Path) -> Result<(BTreeMap<String, Value>, bool), String> {
-    let text = match fs::metadata(path) {
+    let bytes = match fs::metadata(path) {
         Ok(found) if found.len() > BYTES_MAX => {
             return Err(format!("it has {} bytes; the limit is {BYTES_MAX}", found.len()));
         }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
-        _ => fs::read_to_string(path).map_err(|error| format!("can't read it: {error}"))?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+        _ => fs::read(path).map_err(|error| format!("can't read it: {error}"))?,
     };
-    let is_whole = text.is_empty() || text.ends_with('\n');
+    let is_whole = bytes.last().is_none_or(|last| *last == b'\n');
     let mut kept = BTreeMap::new();
-    let mut lines = text.lines().enumerate().peekable();
+    // Not as text: the last line may end within a character.
+    let mut lines = bytes.split_inclusive(|byte| *byte == b'\n').enumerate().peekable();
     while let Some((at, line)) = lines.next() {
-        match serde_json::from_str(line) {
+        match serde_json::from_slice(line) {
             Ok(Line { put: Some(key), body: Some(body), .. }) => drop(kept.insert(key, body)),
             Ok(Line { remove: Some(key), .. }) => drop(kept.remove(&key)),
             // The machine stopped during the last write.
@@ -359,8 +360,11 @@ fn wrong(path: &Path, why: &str) -> Error {
 }
 
 /// Whether `line` is the beginning of a line of such a file, and not of another kind of file.
-fn is_begun(line: &str) -> bool {
-    ["{\"body\":", "{\"put\":", "{\"remove\":"].iter().any(|begin| line.starts_with(begin))
+fn is_begun(line: &[u8]) -> bool {
+    let begins = ["{\"body\":", "{\"put\":", "{\"remove\":"];
+    begins
+        .iter()
+        .any(|begin| line.starts_with(begin.as_bytes()) || begin.as_bytes().starts_with(line))
 }
 
 fn line_of(key: &str, body: Option<&Value>) -> String {
@@ -458,6 +462,25 @@ mod tests {
         let line = fs::read_to_string(&path).unwrap();
         fs::write(&path, &line[..line.len() / 2]).unwrap();
         assert_eq!(kept(&path), []);
+    }
+
+    #[test]
+    fn the_last_line_may_be_cut_off_anywhere() {
+        let path = at("character.jsonl");
+        let state = opened(&path);
+        state.change().put("worker/1", &json!({"model": "a"}));
+        let first = fs::read(&path).unwrap().len();
+        state.change().put("worker/2", &json!({"model": "größer 模型"}));
+        let whole = fs::read(&path).unwrap();
+        for end in 0..=whole.len() {
+            fs::write(&path, &whole[..end]).unwrap();
+            // A line is complete without its end.
+            let count = [first, whole.len()].iter().filter(|line| end + 1 >= **line).count();
+            assert_eq!(kept(&path).len(), count, "{end}");
+        }
+        // Damage elsewhere is a fault.
+        fs::write(&path, [b"\xff\n", &whole[..]].concat()).unwrap();
+        assert!(read(&path).unwrap_err().starts_with("line 1 is not a registration"));
     }
 
     #[test]
