@@ -226,6 +226,14 @@ impl<M, R> Fleet<M, R> {
             // Leaves nothing of a refused worker behind.
             pool.index().forget_block_size();
         }
+        if let Some(key) = &before
+            && let Some(pool) = tables.pools.get(key)
+            && pool.index().block_size().is_none()
+            && let Some(size) = tables.roster.block_size_of(key)
+        {
+            // The catalog forgot it with the last publisher, but other workers know it.
+            pool.index().learn_block_size(size);
+        }
         let now = tables.roster.key_of(id).cloned();
         if before != now {
             before.inspect(|model| tracing::info!(worker = id, %model, "worker left"));

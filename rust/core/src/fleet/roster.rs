@@ -445,6 +445,12 @@ impl Roster {
         self.members.get(&id)?.card.as_ref().map(|card| &card.key)
     }
 
+    /// The block size of a model, if one of its workers knows it.
+    pub fn block_size_of(&self, key: &ModelKey) -> Option<u32> {
+        let mut cards = self.models.get(key)?.iter().map(|id| &self.members[id].card);
+        cards.find_map(|card| card.as_ref()?.block_size)
+    }
+
     /// The known event endpoints of its ranks.
     pub fn events_of(&self, id: InstanceId) -> BTreeMap<u32, EventSpec> {
         self.members.get(&id).map(|member| member.events.clone()).unwrap_or_default()

@@ -99,6 +99,24 @@ fn a_worker_whose_ranks_do_not_fit_is_refused() {
     add(65, 24).unwrap();
 }
 
+#[test]
+fn a_block_size_lasts_as_long_as_a_worker_that_knows_it() {
+    let app = router(0);
+    let add = |id: u64, more: serde_json::Value| {
+        let mut new = json!({ "worker_id": id, "model_name": "m" });
+        new.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        app.fleet.add(serde_json::from_value(new).unwrap()).map(|(pool, _)| pool)
+    };
+    let pool = add(1, json!({ "block_size": 16 })).unwrap();
+    add(2, json!({ "endpoint": "tcp://127.0.0.1:9" })).unwrap();
+    app.fleet.remove(2).unwrap();
+    assert_eq!(pool.index().block_size(), Some(16), "the last worker with events has left");
+    assert!(add(2, json!({ "block_size": 32 })).is_err());
+    app.fleet.remove(1).unwrap();
+    let pool = add(2, json!({ "block_size": 32 })).unwrap();
+    assert_eq!(pool.index().block_size(), Some(32));
+}
+
 /// A DELETE, which may come at any moment of the POST, always has the last word.
 #[test]
 fn a_worker_that_was_removed_does_not_come_back_with_a_restart() {
