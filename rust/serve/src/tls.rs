@@ -145,7 +145,9 @@ pub(super) fn certificates(flag: &str, path: &Path) -> Result<Vec<CertificateDer
 /// `Config`, naming flag and file.
 pub(super) fn private_key(flag: &str, path: &Path) -> Result<PrivateKeyDer<'static>> {
     PrivateKeyDer::from_pem_slice(&bytes_of(flag, path)?).map_err(|error| match error {
-        pem::Error::NoItemsFound => fault(flag, path, "holds no private key in PEM"),
+        pem::Error::NoItemsFound => {
+            fault(flag, path, "holds no private key in PEM without a passphrase")
+        }
         error => fault(flag, path, format!("is not PEM: {error}")),
     })
 }

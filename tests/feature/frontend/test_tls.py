@@ -225,7 +225,10 @@ def test_files_that_can_not_work_are_named_before_anything_starts(
         ((cert, gone, key, pair.key), f"{cert} {gone}: can't be read: No such file"),
         ((cert, pair.cert, key, gone), f"{key} {gone}: can't be read: No such file"),
         ((cert, str(empty), key, pair.key), f"{cert} {empty}: holds no certificate in PEM"),
-        ((cert, pair.cert, key, str(empty)), f"{key} {empty}: holds no private key in PEM"),
+        (
+            (cert, pair.cert, key, str(empty)),
+            f"{key} {empty}: holds no private key in PEM without a passphrase",
+        ),
         ((cert, str(broken), key, pair.key), f"{cert} {broken}: can't be used"),
         ((cert, pair.cert, key, other.key), f"{key} {other.key}: is not the key of {cert}"),
     ):
