@@ -15,6 +15,7 @@ from service import until
 from support_frontend import (
     CHAT,
     COMPLETIONS,
+    DONE,
     Answer,
     Behaviour,
     Call,
@@ -478,6 +479,29 @@ def test_client_that_leaves_ends_its_request_at_the_engine(
     for name in names:
         (decision,) = frontend.http.get(f"/why/{name['x-request-id']}")["decisions"]
         assert decision["outcome"] == "client_gone"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_client_that_leaves_at_the_last_event_has_its_whole_answer(path: str) -> None:
+    last = {CHAT: DONE, "/v1/messages": b'data: {"type": "message_stop"}\n\n'}[path]
+
+    def answer(exchange: Exchange) -> None:
+        exchange.open_stream()
+        exchange.chunk(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+        exchange.chunk(last)
+        exchange.wait_gone()
+
+    with FakeEngine("m", answer) as fake, Frontend("--worker", fake.url) as frontend:
+        frontend.wait_healthy(1)
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+        call = Call(frontend.url, path, {**body, "stream": True}, {"x-request-id": "r"})
+        while call.read_event() + b"\n" != last:
+            pass
+        call.hang_up()
+        frontend.wait_idle()
+        (decision,) = frontend.http.get("/why/r")["decisions"]
+        assert decision["outcome"] == "complete"
+        assert frontend.metric("kvflash_clients_gone_total") == 0
 
 
 def test_client_that_leaves_while_the_prompt_is_tokenized() -> None:

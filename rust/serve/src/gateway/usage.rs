@@ -27,6 +27,7 @@ pub(crate) struct UsageScanner {
     /// its first bytes is missed.
     pub events: u64,
     is_final: bool,
+    is_over: bool,
 }
 
 /// Longer than any name, separator and number that may be split.
@@ -42,6 +43,8 @@ struct Names {
     created: Option<&'static [u8]>,
     /// Whether bytes show that the counts are final, where earlier events of a stream have some.
     are_final: Option<fn(&[u8]) -> bool>,
+    /// What only the last event of a stream has.
+    end: &'static LazyLock<Finder<'static>>,
 }
 
 /// `usage` of chats and completions.
@@ -51,6 +54,7 @@ const OPENAI: Names = Names {
     completion: b"\"completion_tokens\"",
     created: None,
     are_final: None,
+    end: &DONE,
 };
 /// `meta_info` of SGLang's `/generate`, in each event.
 static GENERATE: Names = Names { are_final: Some(is_finished), ..OPENAI };
@@ -61,9 +65,11 @@ static ANTHROPIC: Names = Names {
     cached: b"\"cache_read_input_tokens\"",
     completion: b"\"output_tokens\"",
     created: Some(b"\"cache_creation_input_tokens\""),
-    are_final: Some(|bytes| STOP.find(bytes).is_some()),
+    // The first event of a stream already has some, which are not final.
+    are_final: Some(|_| false),
+    end: &STOP,
 };
-/// The last event of Anthropic's streams: the first one already has counts, which are not final.
+/// The last event of Anthropic's streams.
 static STOP: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\"message_stop\""));
 /// Why `/generate` ended; null before.
 static FINISH: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
@@ -113,10 +119,11 @@ impl UsageScanner {
     }
 
     fn scan(&mut self, bytes: &[u8]) {
-        let Some(Names { prompt, cached, completion, created, are_final }) = self.names else {
+        let Some(Names { prompt, cached, completion, created, are_final, end }) = self.names else {
             return;
         };
         self.is_final |= are_final.is_some_and(|are_final| are_final(bytes));
+        self.is_over |= end.find(bytes).is_some();
         // Nearly every chunk has no usage at all.
         for at in COUNT.find_iter(bytes) {
             let (before, after) = bytes.split_at(at + COUNT.needle().len());
@@ -133,11 +140,11 @@ impl UsageScanner {
         }
     }
 
-    /// Whether the engine has reported its complete usage, so that only the end of a stream is
-    /// missing.
+    /// Whether the engine has sent its last event or reported its complete usage, so that only the end of a stream is
+    /// missing: many clients leave at the last event.
     pub fn is_told(&self) -> bool {
         let is_only_final = self.names.is_some_and(|names| names.are_final.is_none());
-        self.cached_tokens.is_some() && (is_only_final || self.is_final)
+        self.is_over || (self.cached_tokens.is_some() && (is_only_final || self.is_final))
     }
 
     /// The engine's counts, with our count of generated tokens if it reported none.
@@ -164,11 +171,10 @@ fn is_object(data: &[u8]) -> bool {
     data.strip_prefix(b" ").unwrap_or(data).starts_with(b"{\"")
 }
 
-/// Whether an answer of `/generate` has ended.
+/// Whether an answer of `/generate` has a reason why it ended.
 fn is_finished(bytes: &[u8]) -> bool {
     let mut reasons = FINISH.find_iter(bytes).map(|at| &bytes[at + FINISH.needle().len()..]);
-    let is_told = |rest| value(rest).is_some_and(|value| value[0] != b'n');
-    reasons.any(is_told) || DONE.find(bytes).is_some()
+    reasons.any(|rest| value(rest).is_some_and(|value| value[0] != b'n'))
 }
 
 /// What begins with the value after a name and its colon.

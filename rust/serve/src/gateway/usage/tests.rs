@@ -64,3 +64,26 @@ fn generate_has_told_its_usage_once_it_has_finished() {
         }
     }
 }
+
+#[test]
+fn only_the_end_is_missing_after_the_last_event() {
+    for (path, event, last) in [
+        ("/v1/chat/completions", "data: {\"content\":\"\\ndata: [DONE]\"}\n\n", "data: [DONE]\n\n"),
+        ("/v1/completions", "data: {\"text\":\"a\",\"usage\":null}\n\n", "data: [DONE]\n\n"),
+        (
+            "/v1/messages",
+            "event: content_block_delta\ndata: {\"text\":\"\\\"message_stop\\\"\"}\n\n",
+            "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+        ),
+    ] {
+        for size in 1..=last.len() {
+            let mut scanner = UsageScanner::of(Row::of(path).unwrap());
+            let mut is_told = |text: &str| {
+                text.as_bytes().chunks(size).for_each(|chunk| scanner.feed(chunk));
+                scanner.is_told()
+            };
+            assert!(!is_told(event), "{path}, chunks of {size}");
+            assert!(is_told(last), "{path}, chunks of {size}");
+        }
+    }
+}
