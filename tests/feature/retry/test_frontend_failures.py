@@ -433,6 +433,28 @@ def test_killed_worker_breaks_only_streams_that_had_begun() -> None:
         frontend.wait_idle()
 
 
+@pytest.mark.parametrize("ending", [DONE, b""])
+def test_an_error_event_of_the_engine_is_no_complete_answer(ending: bytes) -> None:
+    events = b'data: {"choices": [{"text": "a"}]}\n\ndata: {"error": {"code": 500}}\n\n' + ending
+
+    def answer(exchange: Exchange) -> bool:
+        exchange.open_stream()
+        exchange.chunk(events)
+        exchange.chunk(b"")
+        return True
+
+    with FakeEngine("m", answer) as fake, Frontend("--worker", fake.url) as frontend:
+        frontend.wait_healthy(1)
+        body = {"model": "m", "prompt": "x", "stream": True}
+        got = ask(frontend.url, COMPLETIONS, body, {"x-request-id": "r"})
+        assert (got.status, got.body) == (200, events)
+        frontend.wait_idle()
+        (decision,) = frontend.http.get("/why/r")["decisions"]
+        assert decision["outcome"] == "broken"
+        assert frontend.metric("kvflash_streams_broken_total") == 1
+        assert frontend.workers()[1]["healthy"]
+
+
 # -- clients that leave
 
 

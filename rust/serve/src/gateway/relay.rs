@@ -264,6 +264,10 @@ impl Relay {
         if !self.is_success {
             return self.delivery.booking.ended(Outcome::Failed);
         }
+        if self.scanner.has_error {
+            // The client has received it.
+            return self.delivery.broken("the engine sent an error", false);
+        }
         let is_silent = |told: &ToldIds| told.is_hiding() && told.has_choices && !told.has_told;
         if self.told.as_ref().is_some_and(is_silent) {
             let Delivery { app, engine, .. } = &self.delivery;

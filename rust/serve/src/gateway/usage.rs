@@ -26,6 +26,8 @@ pub(crate) struct UsageScanner {
     /// Events that contain an object, most of which are a token each. An event that is split within
     /// its first bytes is missed.
     pub events: u64,
+    /// One of them is the engine's own error.
+    pub has_error: bool,
     is_final: bool,
     is_over: bool,
 }
@@ -98,7 +100,10 @@ impl UsageScanner {
             return;
         }
         let data = EVENT.find_iter(chunk).map(|at| &chunk[at + EVENT.needle().len()..]);
-        self.events += data.filter(|data| is_object(data)).count() as u64;
+        for object in data.filter_map(object) {
+            self.events += 1;
+            self.has_error |= ERRORS.iter().any(|begin| object.starts_with(begin));
+        }
         if self.carry.is_empty() {
             self.scan(chunk);
         } else {
@@ -165,10 +170,14 @@ impl UsageScanner {
     }
 }
 
-/// Whether an event's data is an object. The space before it is optional. Inside generated text the quote would be
+/// How the data of an engine's error begins: of OpenAI's APIs, of the others.
+const ERRORS: [&[u8]; 3] = [b"{\"error\"", b"{\"type\":\"error\"", b"{\"type\": \"error\""];
+
+/// An event's data, if it is an object. The space before it is optional. Inside generated text the quote would be
 /// escaped.
-fn is_object(data: &[u8]) -> bool {
-    data.strip_prefix(b" ").unwrap_or(data).starts_with(b"{\"")
+fn object(data: &[u8]) -> Option<&[u8]> {
+    let data = data.strip_prefix(b" ").unwrap_or(data);
+    data.starts_with(b"{\"").then_some(data)
 }
 
 /// Whether an answer of `/generate` has a reason why it ended.

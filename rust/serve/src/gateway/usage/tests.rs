@@ -87,3 +87,27 @@ fn only_the_end_is_missing_after_the_last_event() {
         }
     }
 }
+
+#[test]
+fn an_engine_s_error_is_no_text_about_one() {
+    let has_error = |stream: &str| {
+        let mut scanner = UsageScanner::of(Row::of_fields(true));
+        scanner.feed(stream.as_bytes());
+        scanner.has_error
+    };
+    for error in [
+        "data: {\"a\": 1}\n\ndata: {\"error\": {\"code\": 500}}\n\n",
+        "data:{\"error\":{}}\n\n",
+        "event: error\ndata: {\"type\": \"error\", \"error\": {}}\n\n",
+        "event: error\r\ndata: {\"type\":\"error\"}\r\n\r\n",
+    ] {
+        assert!(has_error(error), "{error}");
+    }
+    for text in [
+        "data: {\"content\": \"data: {\\\"error\\\"\"}\n\n",
+        "data: {\"type\": \"response.completed\", \"response\": {\"error\": null}}\n\n",
+        "data: {\"errors\": 0}\n\n",
+    ] {
+        assert!(!has_error(text), "{text}");
+    }
+}
