@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
-from service import Process, until
-from support_frontend import COMPLETIONS, Call, FakeEngine, Frontend, Typist, engines
+from service import DEADLINE_S, Process, until
+from support_frontend import COMPLETIONS, Call, Exchange, FakeEngine, Frontend, Typist, engines
 
 BLOCK = 16
 
@@ -107,6 +108,36 @@ def test_how_fast_prompts_are_worked_on_is_learned_from_first_tokens() -> None:
         )
         typist.end.set()
         assert {first.finish().status, second.finish().status} == {200}
+
+
+def test_a_response_that_has_only_been_created_is_still_in_prefill() -> None:
+    """vLLM sends the first two events of a stream of Responses before it waits for a token."""
+    output, end = threading.Event(), threading.Event()
+
+    def answer(exchange: Exchange) -> bool:
+        exchange.open_stream()
+        for name in ("created", "in_progress"):
+            exchange.chunk(b'event: response.%b\ndata: {"response": {}}\n\n' % name.encode())
+        output.wait(DEADLINE_S)
+        exchange.chunk(b'event: response.output_item.added\ndata: {"item": {}}\n\n')
+        end.wait(DEADLINE_S)
+        exchange.chunk(b"")
+        return True
+
+    left = 'kvflash_worker_active_prefill_tokens{worker="1:0"}'
+    first, gaps = "kvflash_first_byte_seconds_count", "kvflash_inter_token_seconds_count"
+    with Frontend() as frontend, engines(frontend, FakeEngine("m", answer)):
+        asked = {"model": "m", "input": "hello " * 100, "stream": True}
+        call = Call(frontend.url, "/v1/responses", asked)
+        # The client has them at once.
+        assert b"response.created" in call.read_event()
+        assert b"response.in_progress" in call.read_event()
+        assert (frontend.metric(left) > 0, frontend.metric(first)) == (True, 0)
+        output.set()
+        until(lambda: frontend.metric(left) == 0, "the output to begin")
+        assert (frontend.metric(first), frontend.metric(gaps)) == (1, 0)
+        end.set()
+        assert call.finish().status == 200
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ use super::book::{Choice, Expectation};
 use super::lesson::{Lesson, ToldIds};
 use super::plan::Plan;
 use super::send::InFlight;
-use super::usage::UsageScanner;
+use super::usage::{UsageScanner, events_of_response};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 
@@ -41,6 +41,8 @@ pub(super) struct Delivery {
     /// Tokens generated so far, and when the last of them came.
     tokens: u64,
     last_token: Option<Instant>,
+    /// Since when the model's output is awaited, after events that come before it.
+    pub output_awaited_since: Option<std::time::Instant>,
 }
 
 impl Delivery {
@@ -57,8 +59,27 @@ impl Delivery {
         let (app, counted) = (Arc::clone(app), plan.prompt_tokens());
         let ids = plan.replaceable.map(|_| (plan.call.api(), false));
         let lesson = plan.lesson.clone();
-        let (tokens, last_token) = (0, None);
-        Self { app, engine, booking, in_flight, counted, ids, lesson, expected, tokens, last_token }
+        Self {
+            app,
+            engine,
+            booking,
+            in_flight,
+            counted,
+            ids,
+            lesson,
+            expected,
+            tokens: 0,
+            last_token: None,
+            output_awaited_since: None,
+        }
+    }
+
+    /// The awaited output has begun.
+    fn output_begins(&mut self) {
+        if let Some(since) = self.output_awaited_since.take() {
+            self.app.metrics.first_byte_seconds.observe(since.elapsed().as_secs_f64());
+            self.booking.first_token();
+        }
     }
 
     /// What reads the ids that an answer may tell, which was asked for them here or by its client.
@@ -239,7 +260,13 @@ impl Relay {
     /// A chunk for the client; `None` while nothing may be sent yet.
     fn pass(&mut self, chunk: Bytes) -> Option<Bytes> {
         self.scanner.feed(&chunk);
-        self.delivery.generated(self.scanner.events);
+        if self.delivery.output_awaited_since.is_some() && events_of_response(&chunk).1 {
+            self.delivery.output_begins();
+        }
+        match self.delivery.output_awaited_since {
+            None => self.delivery.generated(self.scanner.events),
+            Some(_) => self.delivery.booking.touch(),
+        }
         let chunk = match &mut self.told {
             None => chunk,
             Some(told) => {
@@ -264,6 +291,7 @@ impl Relay {
         if !self.is_success {
             return self.delivery.booking.ended(Outcome::Failed);
         }
+        self.delivery.output_begins();
         if self.scanner.has_error {
             // The client has received it.
             return self.delivery.broken("the engine sent an error", false);

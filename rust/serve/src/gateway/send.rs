@@ -165,14 +165,17 @@ async fn send(
         tries.answered();
         // From here on the answer counts a client that leaves.
         waiting.is_over = true;
-        if is_first {
+        let has_output = opened.has_output(plan.call.row.form);
+        if is_first && has_output {
             app.metrics.first_byte_seconds.observe(began.elapsed().as_secs_f64());
         }
         let (worker, selection) = (choice.booking.worker(), choice.selection);
         let (prefiller, is_alone) = (handoff.worker(), handoff.is_alone());
         let mut expected = None;
         if opened.is_success() {
-            choice.booking.first_token();
+            if has_output {
+                choice.booking.first_token();
+            }
             let prompt = &plan.request.prompt;
             let cached_tokens = prompt.reusable_tokens(selection.overlap_blocks);
             in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
@@ -185,7 +188,8 @@ async fn send(
             }
         }
         is_first = false;
-        let delivery = Delivery::new(app, plan, choice, Arc::clone(in_flight), expected);
+        let mut delivery = Delivery::new(app, plan, choice, Arc::clone(in_flight), expected);
+        delivery.output_awaited_since = (!has_output).then_some(began);
         let answered = match opened {
             Opened::OpenAi(opened) => Ok(relay(delivery, plan.call.row, opened)),
             Opened::Plane(opened) => {

@@ -170,6 +170,26 @@ impl UsageScanner {
     }
 }
 
+/// How a stream of Responses names an event, and the events that come before the prefill.
+///
+/// # Source
+/// `responses_stream_generator` of vLLM 0.32 and of SGLang, which sends these before it waits for the first token.
+static RESPONSE_EVENT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"event: response."));
+const OPENING: [&[u8]; 3] = [b"created", b"in_progress", b"queued"];
+
+/// Whether bytes of a stream of Responses have events, and whether the model's output has begun with them. The rest of
+/// a name that was split is missed.
+pub(super) fn events_of_response(bytes: &[u8]) -> (bool, bool) {
+    let is_line = |at: &usize| *at == 0 || matches!(bytes[at - 1], b'\n' | b'\r');
+    let names = RESPONSE_EVENT.find_iter(bytes).filter(is_line).filter_map(|at| {
+        let rest = &bytes[at + RESPONSE_EVENT.needle().len()..];
+        Some(&rest[..memchr::memchr2(b'\n', b'\r', rest)?])
+    });
+    names.fold((false, false), |(_, has_output), name| {
+        (true, has_output || !OPENING.contains(&name))
+    })
+}
+
 /// How the data of an engine's error begins: of OpenAI's APIs, of the others.
 const ERRORS: [&[u8]; 3] = [b"{\"error\"", b"{\"type\":\"error\"", b"{\"type\": \"error\""];
 

@@ -16,11 +16,12 @@ use super::plane;
 use crate::Reject;
 use crate::frontend::EnforceDisagg;
 use crate::frontend::app::App;
-use crate::gateway::api::Api;
+use crate::gateway::api::{Api, Form};
 use crate::gateway::attempts::Failed;
 use crate::gateway::book::{Choice, Tries, kept_alive};
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
+use crate::gateway::usage::events_of_response;
 use crate::metrics::OutcomeLabel;
 
 /// An answer that has begun.
@@ -36,6 +37,15 @@ impl Opened {
             Self::OpenAi(opened) => opened.status.is_success(),
             Self::Plane(_) => true,
         }
+    }
+
+    /// Whether the model's output may have begun: a stream of Responses has events that come before the prefill.
+    pub fn has_output(&self, form: Form) -> bool {
+        let Self::OpenAi(openai::Opened { is_event_stream: true, first: Some(first), .. }) = self
+        else {
+            return true;
+        };
+        form != Form::Responses || events_of_response(first) != (true, false)
     }
 }
 

@@ -111,3 +111,20 @@ fn an_engine_s_error_is_no_text_about_one() {
         assert!(!has_error(text), "{text}");
     }
 }
+
+#[test]
+fn the_output_of_a_response_begins_after_its_opening_events() {
+    let opening = "event: response.created\ndata: {\"response\":{\"instructions\":\"\\nevent: response.x\\n\"}}\n\n\
+                   event: response.in_progress\r\ndata: {}\r\n\r\n";
+    let added = "event: response.output_item.added\ndata: {}\n\n";
+    for (stream, wanted) in [
+        (opening.to_owned(), (true, false)),
+        (format!("{opening}event: response.in_pro"), (true, false)),
+        (format!("{opening}{added}"), (true, true)),
+        (added.to_owned(), (true, true)),
+        ("event: response.failed\ndata: {}\n\n".to_owned(), (true, true)),
+        ("data: {\"type\":\"response.created\"}\n\n".to_owned(), (false, false)),
+    ] {
+        assert_eq!(events_of_response(stream.as_bytes()), wanted, "{stream}");
+    }
+}
