@@ -31,6 +31,10 @@ class RoutingArgs(Args, ClusterFlags):
     # Converted to an event plane.
     durable_kv_events: ClassVar[bool] = False
 
+    def __init__(self, **settings: Any) -> None:
+        """Set every field."""
+        super().__init__(**_expanded(settings))
+
     @property
     def finds_indexer(self) -> bool:
         """Whether the remote indexer is found through discovery."""
@@ -94,16 +98,21 @@ _LOAD_AWARE = {
 }
 
 
+def _expanded(values: dict[str, Any]) -> dict[str, Any]:
+    """Apply the preset ``load_aware`` among ``values`` to the others."""
+    if not values.get("load_aware"):
+        return values
+    mode = values.get("router_mode")
+    if mode not in (None, "kv"):
+        raise ConfigError(
+            f"--load-aware sets --router-mode kv, which contradicts {mode}: leave one of them out"
+        )
+    return values | _LOAD_AWARE
+
+
 def _settle(values: dict[str, Any]) -> dict[str, Any]:
     """Apply presets and deprecated flags among ``values`` to the others."""
-    if values["load_aware"]:
-        mode = values["router_mode"]
-        if mode not in (None, "kv"):
-            raise ConfigError(
-                f"--load-aware sets --router-mode kv, which contradicts {mode}: "
-                "leave one of them out"
-            )
-        values = values | _LOAD_AWARE
+    values = _expanded(values)
     if values["use_remote_indexer"] == "":
         raise ConfigError("--use-remote-indexer must be http://host:port of an indexer, got ''")
     if values["use_remote_indexer"] is not None and not values["use_kv_events"]:

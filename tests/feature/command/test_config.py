@@ -471,6 +471,17 @@ def test_load_aware_is_a_preset():
     assert args.track_active_blocks and args.track_prefill_tokens
 
 
+def test_load_aware_is_a_preset_in_a_constructor_too():
+    for made in (router.RouterArgs, frontend.FrontendArgs):
+        args = made(load_aware=True)
+        assert args == dataclasses.replace(made(), load_aware=True)
+        assert (args.router_mode, args.use_kv_events, args.assume_kv_reuse) == ("kv", False, False)
+        assert args.router_kv_overlap_score_credit == 0
+        assert dataclasses.replace(args, port=1).router_mode == "kv"
+        with pytest.raises(ConfigError, match="contradicts random"):
+            made(load_aware=True, router_mode="random")
+
+
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
