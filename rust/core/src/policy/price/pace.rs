@@ -24,9 +24,13 @@ const TOKEN_MS_BOUNDS: (f64, f64) = (0.005, 5.0);
 const STEP_TOKENS: f64 = 150.0;
 const STEP_TOKENS_MOST: f64 = 1_000.0;
 /// Maximum time of a step that one answer shows, in tokens of prefill: more is an engine that hangs
-/// or a client that hardly reads. Maximum steps that one answer counts.
+/// or a client that hardly reads.
 const SHOWN_TOKENS_MOST: f64 = 10.0 * STEP_TOKENS_MOST;
-const SHOWN_STEPS_MOST: u64 = 16_384;
+/// Maximum time that one prompt or one whole answer shows, as a multiple of the expected time, for
+/// the same reason.
+const SHOWN_TIMES_MOST: f64 = 10.0;
+/// Maximum tokens that one answer counts: more is probably an engine that counts wrongly.
+const ANSWER_MOST: u64 = 16_384;
 /// Share of its last whole answers that a worker's means keep with each one: about the last three.
 const KEEP_LAST: f64 = 0.7;
 /// Bounds of slowness; values with a logarithm near 0 count as normal.
@@ -45,7 +49,7 @@ impl Answers {
     /// Records the end of an answer of `tokens`.
     pub fn see(&mut self, tokens: f64, now_ms: u64) {
         self.fade(now_ms);
-        self.tokens += tokens;
+        self.tokens += tokens.min(ANSWER_MOST as f64);
         self.count += 1.0;
     }
 
@@ -87,14 +91,17 @@ impl Prefills {
     /// time), once there is an expectation.
     pub fn see(&mut self, work: f64, ms: f64) -> Option<f64> {
         let ms = ms.max(1.0);
-        let expected = (self.seen >= FEWEST).then(|| {
+        let expected = (self.seen > 0).then(|| {
             let (base, slope) = self.line();
-            (ms / (base + slope * work).max(1.0)).ln()
+            (base + slope * work).max(1.0)
         });
-        observe(&mut self.sums, [1.0, work, ms, work * work, work * ms]);
+        let shown = expected.map_or(ms, |expected| ms.min(SHOWN_TIMES_MOST * expected));
+        let residual =
+            expected.filter(|_| self.seen >= FEWEST).map(|expected| (ms / expected).ln());
+        observe(&mut self.sums, [1.0, work, shown, work * work, work * shown]);
         // Stays known when it wraps around.
         self.seen = self.seen.checked_add(1).unwrap_or(FEWEST);
-        expected.filter(|ln| ln.is_finite())
+        residual.filter(|ln| ln.is_finite())
     }
 
     /// Fixed milliseconds, and milliseconds per token; neither is negative.
@@ -132,6 +139,9 @@ pub(super) struct Wholes {
     /// Sums of products of deviations: prompt x prompt, prompt x answer, answer x answer,
     /// prompt x ms, answer x ms.
     products: [f64; 5],
+    /// Sums of: 1, ln(ms), ln(answer tokens). Their means are those of a typical answer, which one
+    /// that hangs hardly changes.
+    typical: [f64; 3],
 }
 
 /// The last few answers of one worker.
@@ -146,6 +156,8 @@ impl Wholes {
     /// Records an answer of `answer` tokens that ended `ms` after its request with `prompt`
     /// uncached tokens was routed; `last` are those of its worker.
     pub fn see(&mut self, last: &mut LastWholes, prompt: f64, answer: f64, ms: f64) {
+        let answer = answer.min(ANSWER_MOST as f64);
+        let ms = self.shown_ms(prompt, answer, ms);
         let is_first = last.count == 0.0;
         let [mean_prompt, mean_answer, mean_ms] = last.means;
         let (p, a, t) = (prompt - mean_prompt, answer - mean_answer, ms - mean_ms);
@@ -156,6 +168,19 @@ impl Wholes {
         if !is_first {
             observe(&mut self.products, [p * p, p * a, a * a, p * t, a * t]);
         }
+    }
+
+    /// The time of an answer of which an engine that hangs has no part.
+    fn shown_ms(&mut self, prompt: f64, answer: f64, ms: f64) -> f64 {
+        let [count, ln_ms, ln_answer] = self.typical;
+        let ln = answer.max(1.0).ln();
+        observe(&mut self.typical, [1.0, ms.max(1.0).ln(), ln]);
+        if count == 0.0 {
+            return ms;
+        }
+        let longer = (ln - ln_answer / count).max(0.0);
+        let expected = (ln_ms / count + longer).exp() + self.ms_per_token() * prompt;
+        ms.min(SHOWN_TIMES_MOST * expected)
     }
 
     /// Milliseconds that a prompt token adds; a guess until there are answers.
@@ -191,7 +216,7 @@ impl Steps {
     pub fn see(&mut self, steps: u64, ms: f64, token_ms: f64) {
         if steps > 0 && ms > 0.0 {
             let each_ms = (ms / steps as f64).min(SHOWN_TOKENS_MOST * token_ms);
-            let count = steps.min(SHOWN_STEPS_MOST) as f64;
+            let count = steps.min(ANSWER_MOST) as f64;
             observe(&mut self.sums, [count, count * each_ms]);
         }
     }
@@ -364,6 +389,66 @@ mod tests {
         let (hung_ms, wrong_ms) = after(u64::from(u32::MAX), 1_000.0);
         assert!(hung_ms < 40.0, "{hung_ms}");
         assert!(wrong_ms > 8.0, "{wrong_ms}");
+    }
+
+    #[test]
+    fn an_answer_counted_wrongly_changes_the_length_for_a_few_minutes() {
+        let mut answers = Answers::default();
+        (0..100).for_each(|at| answers.see(100.0, at * 600));
+        answers.see(f64::from(u32::MAX), 60_000);
+        assert!(answers.mean_tokens(60_000) < 500.0, "{}", answers.mean_tokens(60_000));
+        (100..400).for_each(|at| answers.see(100.0, at * 600));
+        let mean = answers.mean_tokens(240_000);
+        assert!((mean - 100.0).abs() < 15.0, "{mean}");
+    }
+
+    #[test]
+    fn prompts_behind_one_that_hung_hardly_change_what_a_token_takes() {
+        let normal = |turn: u32| 100.0 + f64::from(turn * 37 % 900);
+        for (count, work) in [(1, 1_000.0), (16, 1_000.0), (16, 100.0)] {
+            let mut prefills = Prefills::default();
+            (0..1_000).for_each(|turn| _ = prefills.see(normal(turn), 5.0 + 0.05 * normal(turn)));
+            // Each of them is still seen as slow.
+            (0..count)
+                .for_each(|_| assert!(prefills.see(work, 300_000.0).is_some_and(|ln| ln > 5.0)));
+            let (base, slope) = prefills.line();
+            assert!(base + slope * 1_000.0 < 500.0, "{count} of {work}: {base} + {slope}");
+            (0..600).for_each(|turn| _ = prefills.see(normal(turn), 5.0 + 0.05 * normal(turn)));
+            let (base, slope) = prefills.line();
+            assert!(
+                (slope - 0.05).abs() < 0.02 && base < 15.0,
+                "{count} of {work}: {base} + {slope}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_a_token_takes_is_learned_anew_from_a_few_long_prompts() {
+        let mut prefills = Prefills::default();
+        (0..40).for_each(|_| _ = prefills.see(10.0, 2.0));
+        (0..40).for_each(|_| _ = prefills.see(30_000.0, 1_500.0));
+        let slope = prefills.line().1;
+        assert!((slope - 0.05).abs() < 0.01, "{slope}");
+    }
+
+    #[test]
+    fn a_whole_answer_that_hung_or_is_counted_wrongly_is_soon_forgotten() {
+        let wrong = f64::from(u32::MAX);
+        for (count, answer, ms, soon) in
+            [(1, 10.0, 300_000.0, 600), (16, 10.0, 300_000.0, 1_200), (1, wrong, 700.0, 2_500)]
+        {
+            let (mut wholes, mut last) = (Wholes::default(), LastWholes::default());
+            let see = |wholes: &mut Wholes, last: &mut LastWholes, turn: u32| {
+                let (prompt, answer) = (f64::from(turn * 37 % 900), f64::from(turn % 50));
+                wholes.see(last, prompt, answer, 30.0 + 0.05 * prompt + 12.0 * answer);
+            };
+            (0..1_000).for_each(|turn| see(&mut wholes, &mut last, turn));
+            (0..count).for_each(|_| wholes.see(&mut last, 900.0, answer, ms));
+            assert!(wholes.ms_per_token() < 4.0, "{count} of {answer}: {}", wholes.ms_per_token());
+            (0..soon).for_each(|turn| see(&mut wholes, &mut last, turn));
+            let token_ms = wholes.ms_per_token();
+            assert!((token_ms - 0.05).abs() < 0.025, "{count} of {answer}: {token_ms}");
+        }
     }
 
     #[test]
