@@ -49,7 +49,7 @@ struct Known {
 
 #[derive(Debug, Default)]
 struct Learned {
-    /// Of the last request that was routed to it.
+    /// Of the last request that was routed to it; its times are compared with those of others there.
     pool: Box<str>,
     retention: Retention,
     pace: Pace,
@@ -264,11 +264,11 @@ impl RoutePolicy for PricePolicy {
         let number = traffic.requests;
         traffic.wanted.add(marks);
         let known = state.workers.known(chosen.worker);
+        if *known.learned.pool != *context.pool {
+            known.learned.pool = context.pool.into();
+        }
         if context.is_indexed {
             known.learned.retention.used(context.local_hashes, number);
-            if *known.learned.pool != *context.pool {
-                known.learned.pool = context.pool.into();
-            }
         }
         traffic.most_pressure.see(known.rates.pressure, candidates.len());
         drop(guard);
@@ -324,7 +324,10 @@ impl RoutePolicy for PricePolicy {
             known.until_ms = 0;
         }
         if prefills.is_time_to_compare() {
-            Pace::compare(state.workers.0.iter_mut().map(|known| &mut known.learned.pace));
+            // Other pools have other models, and their times other expectations.
+            let all = state.workers.0.iter_mut().map(|known| &mut *known.learned);
+            let rivals = all.filter(|learned| *learned.pool == *finished.pool);
+            Pace::compare(rivals.map(|learned| &mut learned.pace));
         }
     }
 

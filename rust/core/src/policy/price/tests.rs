@@ -257,6 +257,29 @@ fn a_worker_whose_answers_are_not_streamed_is_not_slow_but_teaches_steps() {
 }
 
 #[test]
+fn a_worker_is_compared_with_those_of_its_own_pool() {
+    let policy = PricePolicy::default();
+    let list: Vec<Candidate> = (1..6).map(|id| candidate(id, 0, load(0, 0))).collect();
+    let mut now_ms = 10_000;
+    for turn in 0..1_200_u64 {
+        // One model has four workers, another one has one, which becomes slow.
+        let index = (turn % 5) as usize;
+        let pool = if index == 4 { "b" } else { "a" };
+        let context = Context::new(request(100 + turn * 37 % 900), pool, now_ms);
+        let choice =
+            Choice { index, ties: 1, margin: None, reason: Reason::LowestCost, score: None };
+        policy.routed(&context, &Candidates::new(&list), &choice);
+        let ticket = context.memo.into_ticket().unwrap();
+        let is_slow = index == 4 && turn > 900;
+        let ms = (10 + ticket.own_tokens as u64 / 10) * if is_slow { 5 } else { 1 };
+        now_ms += 10;
+        let finished = properties::finished(index as u64 + 1, &ticket, ms, 100, now_ms);
+        policy.finished(&Finished { pool, ..finished });
+    }
+    assert_eq!(samples_at(&policy, "auto_worker_slowness_ratio", now_ms), [1.0; 5]);
+}
+
+#[test]
 fn a_closed_model_leaves_nothing() {
     let policy = PricePolicy::default();
     let list = [candidate(1, 0, load(0, 0))];
