@@ -411,16 +411,18 @@ impl RoutePolicy for PricePolicy {
             );
         }
         for known in &state.workers.0 {
+            let Learned { pool, retention, pace, .. } = &*known.learned;
             let worker = known.worker.to_string();
             let label = ("worker", worker.as_str());
             let mut tell = |name, help, value| visit(Sample { name, help, label, value });
             tell(
                 "auto_worker_slowness_ratio",
                 "The worker's time to the first token relative to the others'",
-                known.learned.pace.slowness(now_ms),
+                pace.slowness(now_ms),
             );
-            let requests = state.traffic.get(&known.learned.pool).map_or(0, |one| one.requests);
-            if let Some(age) = known.learned.retention.age(requests) {
+            let traffic = state.traffic.get(pool);
+            let requests = traffic.map_or(0, |one| one.requests);
+            if let Some(age) = retention.age(requests) {
                 tell(
                     "auto_worker_retention_requests",
                     "Requests to the model since the last use of the blocks that the worker evicts now",
@@ -430,7 +432,7 @@ impl RoutePolicy for PricePolicy {
             tell(
                 "auto_worker_eviction_price_ratio",
                 "Price of pushing a token into the worker's full cache, in prompt tokens; 0 while it has room",
-                known.rates.pressure,
+                traffic.map_or(0.0, |one| rule::pressure(retention, &one.gaps, requests)),
             );
         }
     }

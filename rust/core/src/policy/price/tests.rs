@@ -280,6 +280,25 @@ fn a_worker_is_compared_with_those_of_its_own_pool() {
 }
 
 #[test]
+fn a_cleared_cache_shows_no_price_before_the_next_request() {
+    let policy = PricePolicy::default();
+    let list = [candidate(1, 0, load(0, 0)), candidate(2, 0, load(0, 0))];
+    let context = Context {
+        local_hashes: &[1, 2],
+        sequence_hashes: &[1, 2],
+        is_indexed: true,
+        ..Context::new(request(33), "m", 0)
+    };
+    let (choice, _) = choose(&policy, &context, &list);
+    policy.routed(&context, &Candidates::new(&list), &Choice { index: 0, ..choice });
+    policy.evicted(Worker::new(1, 0), &[2]);
+    assert_eq!(samples(&policy, "auto_worker_eviction_price_ratio"), [0.25]);
+    choose(&policy, &context, &list);
+    policy.cleared(Worker::new(1, 0));
+    assert_eq!(samples(&policy, "auto_worker_eviction_price_ratio"), [0.0]);
+}
+
+#[test]
 fn a_closed_model_leaves_nothing() {
     let policy = PricePolicy::default();
     let list = [candidate(1, 0, load(0, 0))];
