@@ -10,9 +10,9 @@ pub fn is_imbalanced(counts: &[i64], limit: i64) -> bool {
 }
 
 /// Among the candidates with a percentage and at most `mean + factor * standard deviation` active
-/// requests: the highest percentage, then the fewest active requests, then chance; `None` if there
-/// is no such candidate. Mean and deviation are over all candidates. `counts` and `percents` have
-/// an entry per candidate.
+/// requests: the highest percentage, then the fewest active requests, then chance; with the number of
+/// equals. `None` if there is no such candidate. Mean and deviation are over all candidates. `counts` and
+/// `percents` have an entry per candidate.
 ///
 /// The deviation is that of a sample: 0 for a single candidate.
 pub fn select_matched(
@@ -20,7 +20,7 @@ pub fn select_matched(
     percents: &[Option<u32>],
     factor: f64,
     rng: &mut dyn RngCore,
-) -> Option<usize> {
+) -> Option<(usize, usize)> {
     let limit = load_limit(counts, factor);
     let able = || {
         let all = counts.iter().zip(percents).enumerate();
@@ -40,7 +40,7 @@ pub fn select_matched(
         let mut tied = able().filter(|&(_, count, percent)| (percent, count) == best);
         index = tied.nth(nth).map(|(at, ..)| at);
     }
-    index
+    index.map(|index| (index, ties))
 }
 
 fn load_limit(counts: &[i64], factor: f64) -> f64 {

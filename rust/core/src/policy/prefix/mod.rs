@@ -151,10 +151,10 @@ impl RoutePolicy for PrefixCache {
         }
         let Scratch { counts, percents, values, .. } = &mut state.scratch;
         let factor = self.settings.standard_deviation_factor;
-        if let Some(index) = select_matched(counts, percents, factor, rng) {
+        if let Some((index, ties)) = select_matched(counts, percents, factor, rng) {
             let score = percents[index].map(f64::from);
             let reason = Reason::PrefixMatch;
-            return Some(Choice { index, ties: 1, margin: None, reason, score });
+            return Some(Choice { index, ties, margin: None, reason, score });
         }
         let is_matched = percents.iter().any(Option::is_some);
         values.clear();

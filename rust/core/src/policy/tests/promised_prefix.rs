@@ -42,6 +42,20 @@ fn percents(table: &mut PrefixTable, hashes: &[u64], count: u64, now_ms: u64) ->
 }
 
 #[test]
+fn equal_matches_are_counted_as_ties() {
+    let mut rng = SmallRng::seed_from_u64(7);
+    let percents = [Some(50), Some(100), Some(100), None, Some(100)];
+    let mut found = |counts: &[i64]| select_matched(counts, &percents, 2.0, &mut rng);
+    for _ in 0..8 {
+        let (index, ties) = found(&[0; 5]).unwrap();
+        assert!(percents[index] == Some(100) && ties == 3, "{index} {ties}");
+        let (index, ties) = found(&[0, 1, 0, 0, 0]).unwrap();
+        assert!([2, 4].contains(&index) && ties == 2, "{index} {ties}");
+    }
+    assert_eq!(found(&[0, 1, 0, 0, 1]), Some((2, 1)));
+}
+
+#[test]
 fn the_end_of_a_prompt_is_forgotten_before_its_beginning() {
     let (one, other) = ([1, 2, 3, 4], [11, 12]);
     for (profile, wanted) in [(Profile::Document, Some(50)), (Profile::AibrixCompat, None)] {

@@ -54,7 +54,8 @@ fn recorded_matched_choices_hold() {
             .collect();
         let factor = input["std_dev_factor"].as_f64().unwrap();
         let counts = counts(&values);
-        let found = outcomes(|rng| select_matched(&counts, &percents, factor, rng));
+        let found =
+            outcomes(|rng| select_matched(&counts, &percents, factor, rng).map(|(index, _)| index));
         check(case, &names, &found, &case["expected"]["acceptable_pods"]);
     }
 }
