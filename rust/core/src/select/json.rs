@@ -88,8 +88,9 @@ impl Record {
     fn candidate(&self, one: &CandidateRecord) -> Value {
         let terms = &one.terms;
         let is_by_price = &*self.policy == AUTO;
-        // A worker that was passed over has no price, and the cost of another policy.
-        let is_unpriced = is_by_price && (one.is_busy || one.is_draining);
+        // A policy that is not built in judges no worker that was passed over: its cost is `kv`'s.
+        let is_unpriced =
+            Policy::from_name(&self.policy).is_none() && (one.is_busy || one.is_draining);
         let mut value = json!({
             "worker": terms.worker.to_string(),
             "overlap_blocks": one.overlap_blocks,
@@ -106,7 +107,7 @@ impl Record {
             "cost": (!is_unpriced).then_some(terms.cost),
         });
         // The others choose by something else than this cost.
-        if is_unpriced {
+        if is_by_price && is_unpriced {
             (value["formula"], value["price"]) = (Value::Null, Value::Null);
         } else if is_by_price {
             value["formula"] = json!(format!("{}: {}", terms.worker, terms.price));

@@ -75,6 +75,8 @@ pub(super) struct Scratch {
     shared: Vec<u32>,
     /// Instances too busy, ascending.
     shut: Vec<InstanceId>,
+    /// Workers that were passed over, and whether they are draining.
+    passed: Vec<(Candidate, bool)>,
 }
 
 impl Router {
@@ -400,11 +402,16 @@ impl Router {
             let id = load.worker.instance_id;
             let is_draining = ask.known.draining.binary_search(&id).is_ok();
             if is_draining || scratch.shut.binary_search(&id).is_ok() {
-                passed_over.push((known.terms(policy, &candidate), is_draining));
+                scratch.passed.push((candidate, is_draining));
             } else {
                 candidates.push(candidate);
             }
         });
+        // As the policy would judge them beside the candidates.
+        let known = known.among(candidates);
+        let passed = scratch.passed.drain(..);
+        passed_over
+            .extend(passed.map(|(one, is_draining)| (known.terms(policy, &one), is_draining)));
         if candidates.is_empty() && !passed_over.is_empty() {
             let all =
                 |count, are| format!("all {count} workers that may take this request are {are}");

@@ -35,9 +35,9 @@ fn a_draining_worker_gets_nothing_new_and_keeps_what_it_has() {
     drop(running);
 }
 
-#[test]
-fn a_worker_that_auto_passes_over_has_no_price() {
-    let active = registry::build("auto", &Settings::default(), &mut SmallRng::seed_from_u64(1));
+/// The candidates of a decision by `policy`: an open worker, and one that is draining.
+fn open_and_draining(policy: &str) -> [serde_json::Value; 2] {
+    let active = registry::build(policy, &Settings::default(), &mut SmallRng::seed_from_u64(1));
     let policies = Policies { active: active.unwrap(), ..Policies::default() };
     let router = sized();
     let config = SelectorConfig { router, ..SelectorConfig::default() };
@@ -45,12 +45,52 @@ fn a_worker_that_auto_passes_over_has_no_price() {
     bench.selector.set_draining(vec![1]);
     let prompt = bench.prompt(&[1; 8]);
     let (_, record) = bench.selector.preview(&ask_of(&prompt)).unwrap();
-    let decision = record.decision();
+    let candidates = [0, 1].map(|at| record.decision()["candidates"][at].clone());
+    assert_eq!(candidates[1]["is_draining"], true);
+    candidates
+}
+
+#[test]
+fn a_worker_that_auto_passes_over_has_no_price() {
+    let [open, draining] = open_and_draining("auto");
     for field in ["cost", "price", "formula"] {
-        let [open, draining] = [0, 1].map(|at| &decision["candidates"][at][field]);
+        let [open, draining] = [&open[field], &draining[field]];
         assert!(!open.is_null() && draining.is_null(), "{field}: {open} {draining}");
     }
-    assert_eq!(decision["candidates"][1]["is_draining"], true);
+}
+
+#[test]
+fn a_worker_that_was_passed_over_has_the_deciding_policy_s_cost_or_none() {
+    for (policy, is_known) in [("kv", true), ("least_loaded", true), ("least-request", false)] {
+        let [open, draining] = open_and_draining(policy);
+        assert_eq!((open["cost"].is_null(), draining["cost"].is_null()), (false, !is_known));
+        let has_formula = draining.get("formula").is_some();
+        assert!(has_formula == (policy == "kv") && draining.get("price").is_none(), "{draining}");
+    }
+}
+
+#[test]
+fn the_cost_of_a_worker_that_was_passed_over_is_the_one_it_would_have_beside_the_others() {
+    let mut router = sized();
+    router.scale.overlap_score_credit_decay = 1.0;
+    let config = SelectorConfig { router, ..SelectorConfig::default() };
+    let bench = with_policies(config, Policies::default(), CatalogOptions::default(), 2);
+    let tokens: Vec<u32> = (0..16).collect();
+    bench.store(worker(1), Tier::Device, &tokens);
+    let other = bench.prompt(&[9; 8]);
+    let _running = [0, 1].map(|instance_id| {
+        let pin = Some(Pin { instance_id, dp_rank: None });
+        bench.selector.select(&Ask { pin, ..Ask::new(&other) }).unwrap().0
+    });
+    let prompt = bench.prompt(&tokens);
+    let cost = || {
+        let (_, record) = bench.selector.preview(&ask_of(&prompt)).unwrap();
+        let candidates = record.candidates();
+        candidates.iter().find(|one| one.terms.worker == worker(1)).unwrap().terms.cost
+    };
+    let open = cost();
+    bench.selector.set_draining(vec![1]);
+    assert_eq!(cost(), open);
 }
 
 #[test]
