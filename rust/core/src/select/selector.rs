@@ -437,7 +437,11 @@ impl Selector {
     /// Whether the workers' overlaps with `prompt` affect the decision.
     pub fn uses_overlaps(&self, overrides: &RouteOverride, prompt: &Prompt) -> bool {
         let (policy, shadows) = (self.router.decider(overrides), &self.policies().shadows);
-        let has_weight = policy.built_in().is_none() || self.weight(overrides) > 0.0;
+        // Without credit there are no events, and guesses must not lower the load either.
+        let credit = self.router.config.scale.overlap_score_credit;
+        let has_credit =
+            credit > 0.0 || overrides.overlap_score_credit.is_some_and(|own| own > 0.0);
+        let has_weight = policy.built_in().is_none() || self.weight(overrides) > 0.0 && has_credit;
         (policy.needs_tokens() && has_weight
             || shadows.iter().any(|shadow| shadow.policy().needs_tokens()))
             && !prompt.locals.is_empty()

@@ -83,6 +83,23 @@ fn a_request_may_want_another_credit() {
 }
 
 #[test]
+fn without_credit_no_guess_about_caches_lowers_the_load() {
+    let mut router = sized();
+    router.scale.overlap_score_credit = 0.0;
+    let overlap = Overlap::Predictions;
+    let config = SelectorConfig { router, overlap, ..SelectorConfig::default() };
+    let bench = configured(config, CatalogOptions::default(), 2);
+    let prompt = bench.prompt(&[1; 16]);
+    let pin = Some(Pin { instance_id: 1, dp_rank: None });
+    let _running = [(); 3].map(|()| {
+        let (held, selection) = bench.selector.select(&Ask { pin, ..Ask::new(&prompt) }).unwrap();
+        assert_eq!(selection.expected_blocks(), 0);
+        held
+    });
+    assert_eq!(bench.selector.totals().prefill_tokens, 48);
+}
+
+#[test]
 fn chance_decides_between_equals() {
     let case = cost_case("025");
     let bench = plain(case["input"]["workers"].as_array().unwrap().len() as u64);
