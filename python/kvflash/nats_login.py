@@ -14,6 +14,7 @@ from typing import Any
 
 import nats.aio.client
 import nats.errors
+import nats.js.errors
 import nkeys
 from nats.aio.transport import TcpTransport
 
@@ -192,6 +193,11 @@ async def reaching(what: str) -> AsyncIterator[None]:
     """Convert the client's errors to a TransportError that says what failed."""
     try:
         yield
+    except nats.js.errors.ServiceUnavailableError as error:
+        # Without a code: no server listens for such calls.
+        is_off = error.err_code is None
+        why = "JetStream does not answer: start nats-server with -js" if is_off else str(error)
+        raise TransportError(f"{what}: {why}") from error
     except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
         raise TransportError(f"{what}: {str(error) or type(error).__name__}") from error
 

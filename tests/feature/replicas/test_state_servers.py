@@ -274,6 +274,26 @@ def test_a_snapshot_is_taken_by_age_before_retention_takes_the_events(worker, se
     assert blocks(other) == {1: 40}
 
 
+def test_a_server_without_jetstream_is_named(tmp_path: Path, caplog) -> None:
+    server = NatsServer(tmp_path)
+    try:
+        server.kill()
+        with_js = server.command
+        server.command = lambda: [word for word in with_js() if word != "-js"]  # type: ignore[method-assign]
+        server.start()
+        settings = NatsSettings(servers=(server.url,))
+
+        async def open_keys() -> Any:
+            return open_discovery("mem")
+
+        options = StateOptions(settings=settings)
+        state = attach(Catalog(), "ns", "backend", open_keys=open_keys, options=options)
+        until(lambda: "does not answer: start nats-server with -js" in caplog.text, "the reason")
+        state.stop()
+    finally:
+        server.close()
+
+
 def test_reset_empties_all_replicas_in_the_order_of_the_events(worker, service) -> None:
     catalog, attached = service()
     engine = worker(1)
