@@ -19,13 +19,18 @@ class Checks:
 
     def __init__(self, outcomes: list[Exception | None]) -> None:
         self.name = "dynamo.backend"
-        self.log = self.blobs = self.roster = self.sink = None
+        self.log = self.roster = self.sink = None
+        self.blobs = self
         self.outcomes = outcomes
         self.seen: list[str] = []
+        self.ensured = 0
         self.snapshots: Snapshots | None = None
 
     async def wait_caught_up(self) -> None:
         pass
+
+    async def ensure(self) -> None:
+        self.ensured += 1
 
     async def check(self) -> None:
         if (outcome := self.outcomes.pop(0)) is not None:
@@ -50,12 +55,15 @@ def test_the_last_failure_is_known_until_a_check_succeeds(
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(snapshots.run())
     assert replica.seen == ["no space left", ""]
+    # What a failed check missed may have been deleted.
+    assert replica.ensured == 1
 
 
 class Parts:
     """What a replica of a log of ten messages reads, in place of the servers."""
 
     name, incarnation, generation, sink = "r", "i", 0, None
+    lost_until, lost_blob = 0, ""
 
     def __init__(self) -> None:
         self.log = self.blobs = self.roster = self.stats = self
@@ -69,6 +77,9 @@ class Parts:
 
     async def state(self) -> LogState:
         return LogState("i", 1, 10)
+
+    async def ensure(self) -> None:
+        pass
 
     async def floors(self) -> dict[str, int]:
         return {}

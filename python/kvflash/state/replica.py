@@ -21,6 +21,8 @@ _RETRY_S = 0.2
 _RETRY_S_MAX = 5.0
 # The snapshot that the pointer names does not exist: it has just been replaced, so look again.
 _RESTORE_ATTEMPTS = 10
+# Attempts, within half a minute, after which a snapshot that no router has replaced is lost.
+_UNREADABLE_MAX = 10
 
 
 @dataclass
@@ -66,6 +68,12 @@ class Replica:
         self.incarnation = ""
         # The next message has not arrived.
         self._is_missing = False
+        #: The last message that was gone before this replica had it.
+        self.lost_until = 0
+        #: The snapshot that this replica has given up reading.
+        self.lost_blob: str | None = ""
+        # A snapshot that can't be read, and how often that was tried.
+        self._unreadable, self._unreadable_times = "", 0
         #: Incremented whenever a snapshot replaces the state.
         self.generation = 0
         self._moved = asyncio.Event()
@@ -188,15 +196,18 @@ class Replica:
         for _ in range(_RESTORE_ATTEMPTS):
             state = await self.log.state()
             pointer, _ = await self.blobs.pointer()
+            if pointer is not None and self._is_given_up(pointer.blob):
+                pointer = None
             is_same = state.incarnation == self.incarnation
+            if not is_same:
+                self.lost_until = 0
             applied = self.stats.applied if is_same else 0
+            covered = pointer.covers(state.incarnation) if pointer is not None else 0
             is_behind = state.first > applied + 1 or not self.incarnation
-            if pointer is not None and is_behind:
-                covered = pointer.covers(state.incarnation)
-                if covered > applied or not self.incarnation:
-                    if not await self._restore(pointer):
-                        continue
-                    applied = max(covered, applied)
+            if pointer is not None and is_behind and (covered > applied or not self.incarnation):
+                if not await self._restore(pointer):
+                    continue
+                applied = max(covered, applied)
             self.incarnation = state.incarnation
             found = max(state.first, applied + 1)
             if found == applied + 1 and self._is_missing:
@@ -212,6 +223,7 @@ class Replica:
                 self.stats.lost_messages_total += lost
                 logger.error("state of %s: %d messages are gone from the log", self.name, lost)
                 applied += lost
+                self.lost_until = applied
             self.stats.applied = applied
             self._moved.set()
             logger.debug("state of %s: restored", self.name)
@@ -243,11 +255,14 @@ class Replica:
         except NotFoundError:
             current, _ = await self.blobs.pointer()
             if current is not None and current.blob == pointer.blob:
+                self._cannot_read(pointer.blob)
                 raise
             return False
         snapshot = b"".join(chunks)
         if hashlib.sha256(snapshot).hexdigest() != pointer.digest:
+            self._cannot_read(pointer.blob)
             raise TransportError(f"snapshot {pointer.blob} is damaged: its digest differs")
+        self._unreadable = ""
         try:
             reasons = await asyncio.to_thread(self.sink.restore, snapshot)
         except DecodeError as error:
@@ -258,6 +273,20 @@ class Replica:
         self.stats.restores_total += 1
         for reason in reasons:
             logger.error("state of %s: left out of the snapshot: %s", self.name, reason)
+        return True
+
+    def _cannot_read(self, blob: str) -> None:
+        if blob != self._unreadable:
+            self._unreadable, self._unreadable_times = blob, 0
+        self._unreadable_times += 1
+
+    def _is_given_up(self, blob: str | None) -> bool:
+        """Whether a snapshot is lost, and to be done without."""
+        if blob != self._unreadable or self._unreadable_times < _UNREADABLE_MAX:
+            return False
+        if blob != self.lost_blob:
+            self.lost_blob = blob
+            logger.error("state of %s: snapshot %s is lost; going on without it", self.name, blob)
         return True
 
     async def _close_reader(self) -> None:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _APPLY_S_MAX = 30.0
+# Share of the log's own limits above which it is full: at 1 it drops what no snapshot has.
+_FILL_MAX = 0.5
 # Attempts of a reset to get the lock, and then to move the pointer, with the pause between them.
 _RESET_ATTEMPTS, _RESET_PAUSE_S = 300, 0.1
 
@@ -70,9 +72,10 @@ class SnapshotStats:
 class Snapshots:
     """Takes snapshots of a replica, purges its log, and deletes the readers of dead routers.
 
-    One is taken above ``threshold_messages`` in the log, and if the oldest message that no snapshot
-    has is older than ``age_s_max`` (None: not for that reason); none is taken unless
-    ``is_complete`` says that the sink accepted everything.
+    One is taken above ``threshold_messages`` in the log or half of the log's own limits, if the
+    oldest message that no snapshot has is older than ``age_s_max`` (None: not for that reason) or
+    a quarter of what the log keeps, and at once if the current one is gone or does not reach up to
+    the log; none is taken unless ``is_complete`` says that the sink accepted everything.
     """
 
     def __init__(
@@ -100,6 +103,9 @@ class Snapshots:
         outage = Outage(logger, f"snapshots of {self._name}: checks succeed again")
         while True:
             try:
+                if self.failure:
+                    # A bucket may have been deleted.
+                    await self._blobs.ensure()
                 await self.tick()
                 self.failure = ""
                 outage.ends()
@@ -198,27 +204,36 @@ class Snapshots:
     async def _is_due(self, state: LogState) -> bool:
         pointer, _ = await self._blobs.pointer()
         covered = pointer.covers(state.incarnation) if pointer else 0
+        if self._replica.lost_until <= covered < state.first - 1:
+            # Only routers that have applied messages that are gone can save them for others.
+            return True
+        if pointer is not None and pointer.blob:
+            is_lost = pointer.blob == self._replica.lost_blob
+            if is_lost or not await self._blobs.has(pointer.blob):
+                return True
         fresh = state.last - max(covered, state.first - 1)
         if fresh <= 0:
             return False
-        threshold = self._threshold_messages or 0
-        if self._is_full(state) and state.last - covered > threshold // 4:
+        enough = min(self._threshold_messages or state.messages, state.messages)
+        if self._is_full(state) and state.last - covered > enough // 4:
             return True
         if self._age_s_max is None:
             return False
         age_s = await self._log.age_s(max(covered + 1, state.first))
         # A deleted message has no age: a snapshot moves past it.
-        return age_s is None or age_s > self._age_s_max
+        return age_s is None or age_s > min(self._age_s_max, state.max_age_s / 4)
 
     def _is_full(self, state: LogState) -> bool:
         threshold = self._threshold_messages
-        return threshold is not None and state.messages > threshold
+        is_above = threshold is not None and state.messages > threshold
+        return is_above or state.fill > _FILL_MAX
 
     async def _take(self, grant: Lease) -> Outcome:
         replica = self._replica
         pointer, revision = await self._blobs.pointer()
         state = await self._log.state()
-        if pointer is not None and pointer.covers(state.incarnation) >= state.last:
+        is_covered = pointer is not None and pointer.covers(state.incarnation) >= state.last
+        if is_covered and not await self._is_due(state):
             return Outcome.EMPTY
         if not await replica.wait_applied(state.last, state.incarnation, _APPLY_S_MAX):
             return Outcome.BEHIND

@@ -1,5 +1,6 @@
 """What event transports have in common: orders, batches for a catalog, messages of a log."""
 
+import math
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,6 +62,10 @@ class LogState:
     incarnation: str
     first: int
     last: int
+    #: How long it keeps messages.
+    max_age_s: float = math.inf
+    #: Share of its own limits, of bytes or messages, that is used: at 1 it drops the oldest.
+    fill: float = 0.0
 
     @property
     def messages(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -90,10 +91,13 @@ class JetStreamLog:
         """The stream's bounds."""
         async with reaching(f"stream {self.name}"):
             info = await self._js.stream_info(self.name)
-        first, last = info.state.first_seq, info.state.last_seq
-        if info.state.messages == 0:
+        limits, state = info.config, info.state
+        first, last = state.first_seq, state.last_seq
+        if state.messages == 0:
             first = last + 1
-        return LogState(str(info.created), first, last)
+        used = ((state.bytes, limits.max_bytes), (state.messages, limits.max_msgs))
+        fill = max(count / most if most and most > 0 else 0.0 for count, most in used)
+        return LogState(str(info.created), first, last, limits.max_age or math.inf, fill)
 
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
         """Store a message, once for each ``key``; returns its number.

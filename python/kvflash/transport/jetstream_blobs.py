@@ -138,6 +138,15 @@ class JetStreamBlobs:
             finally:
                 await subscription.unsubscribe()
 
+    async def has(self, name: str) -> bool:
+        """Whether there is such a blob."""
+        async with reaching(f"bucket {self._bucket}"):
+            try:
+                await self._store.get_info(name)
+            except nats.js.errors.NotFoundError:
+                return False
+        return True
+
     async def names(self) -> list[str]:
         """Names of all blobs, also of those whose upload did not end."""
         prefix = f"$O.{self._bucket}."

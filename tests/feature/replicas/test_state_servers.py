@@ -274,6 +274,45 @@ def test_a_snapshot_is_taken_by_age_before_retention_takes_the_events(worker, se
     assert blocks(other) == {1: 40}
 
 
+@pytest.mark.parametrize("limits", [{"max_age": 6.0}, {"max_bytes": 20_000}, {"max_msgs": 40}])
+def test_a_snapshot_is_taken_before_the_streams_own_limits_take_the_events(
+    env, worker, service, limits: dict[str, Any]
+) -> None:
+    """It was created by another, with other settings than this process has."""
+
+    async def create(js: Any) -> None:
+        await js.add_stream(name=STREAM, subjects=[f"{STREAM}.*"], **limits)
+
+    ask_nats(env["NATS_SERVER"], create)
+    catalog, attached = service(snapshot_threshold=1_000_000)
+    worker(1).store(30)
+    until(lambda: attached.stats()["snapshots_total"] >= 1, "a snapshot")
+    assert attached.stats()["purged_messages_total"] == 30
+    other, late = service()
+    assert blocks(other) == blocks(catalog) == {1: 120}
+    assert late.stats()["lost_messages_total"] == 0
+
+
+@pytest.mark.parametrize("bucket", [names.bucket_name, names.pointer_bucket_name])
+def test_a_bucket_that_is_deleted_is_made_again(env, worker, service, bucket: Any) -> None:
+    catalog, attached = service()
+    engine = worker(1)
+    engine.store(10)
+    until(lambda: blocks(catalog) == {1: 40}, "events")
+    assert attached.snapshot() == "done"
+    kind = "OBJ" if bucket is names.bucket_name else "KV"
+
+    async def delete(js: Any) -> None:
+        await js.delete_stream(f"{kind}_{bucket('ns', 'backend')}")
+
+    ask_nats(env["NATS_SERVER"], delete)
+    until(lambda: attached.stats()["snapshots_total"] == 2, "another snapshot")
+    other, late = service()
+    assert blocks(other) == {1: 40}
+    assert late.stats()["lost_messages_total"] == 0
+    until(lambda: not attached.snapshot_failure, "the end of the failure")
+
+
 def test_a_server_without_jetstream_is_named(tmp_path: Path, caplog) -> None:
     server = NatsServer(tmp_path)
     try:

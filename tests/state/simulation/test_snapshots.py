@@ -197,7 +197,7 @@ def play(seed: int) -> Counter[str]:
                 await engine.publish(log, dice)
             if dice.random() < deletions:
                 seen["deletions"] += 1
-                world.delete_log()
+                dice.choice((world.delete_log, world.purge_by_hand, world.blobs.clear))()
             await asyncio.sleep(dice.uniform(0, 4))
         world.faults = Faults()
         for node in world.nodes:
@@ -215,6 +215,11 @@ def play(seed: int) -> Counter[str]:
                 engine.restart()
                 await engine.publish(log, dice)
             alive = await settle()
+            # Where every router has missed messages, the next snapshot that is due moves past them.
+            # One that waits for messages that are lost holds the lock for 30 s.
+            await asyncio.sleep(45)
+            for router in alive:
+                await router.snapshots.take()
         if is_quiet:
             # No engine publishes until the log has forgotten everything.
             await asyncio.sleep(world.max_age_s + 1)
@@ -318,6 +323,69 @@ def test_a_holder_that_stood_still_is_fenced(is_swept: bool) -> None:
         return
 
     directed(script)
+
+
+def test_a_snapshot_saves_what_was_purged_before_one_had_it() -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        assert await one.snapshots.take() == Outcome.DONE
+        await publish(5)  # type: ignore[misc]
+        world.purge_by_hand()
+        # A router that has lost them itself leaves it to one that has not.
+        late = Router(world, "late", is_quiet=True)
+        await late.replica.wait_caught_up()
+        assert late.replica.stats.lost_messages_total == 5
+        late.snapshots._age_s_max = None
+        await late.snapshots.tick()
+        assert world.flipped[1] == 1
+        late.node.die()
+        await two.snapshots.tick()
+        assert world.flipped[1] == 2
+
+    directed(script)
+
+
+def test_a_snapshot_that_is_gone_is_replaced() -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        assert await one.snapshots.take() == Outcome.DONE
+        world.blobs.clear()
+        late = Router(world, "late", is_quiet=True)
+        await asyncio.sleep(10)
+        assert not late.catalog.workers()
+        await two.snapshots.tick()
+        await late.replica.wait_caught_up()
+        assert held(late.catalog) == truth(world)
+
+    directed(script)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_replica_goes_on_without_a_snapshot_that_is_lost(
+    *, is_damaged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        # It keeps the messages.
+        await one.replica.roster.join("slow")
+        assert await one.snapshots.take() == Outcome.DONE
+        one.node.die()
+        two.node.die()
+        for chunks in world.blobs.values():
+            chunks[0] = b"damaged"
+        if not is_damaged:
+            world.blobs.clear()
+        late = Router(world, "late")
+        await asyncio.sleep(60)
+        assert held(late.catalog) == truth(world)
+        # With its own snapshot the next one does not wait.
+        assert late.snapshots.stats.snapshots_total == 1
+
+    directed(script)
+    assert sum("is lost; going on without it" in text for text in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("gone", [[23], [23, 24], [23, 26, 30], [30]])

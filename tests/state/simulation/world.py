@@ -112,6 +112,12 @@ class World:
         del self.messages[sequence]
         self.history = [message for message in self.history if message.sequence != sequence]
 
+    def purge_by_hand(self) -> None:
+        """Somebody purges the log."""
+        self.note("the log is purged")
+        self.messages.clear()
+        self.first = self.last + 1
+
     def delete_log(self) -> None:
         """Delete the stream; a process that finds it missing creates a new one."""
         self.note("the log is deleted")
@@ -381,6 +387,9 @@ class SimBlobs:
             yield chunk
             if name not in world.blobs:
                 raise NotFoundError(f"no blob {name}")
+
+    async def has(self, name: str) -> bool:
+        return await self.node.call(lambda: name in self.node.world.blobs)
 
     async def names(self) -> list[str]:
         return await self.node.call(lambda: sorted(self.node.world.blobs))
