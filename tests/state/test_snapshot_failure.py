@@ -63,7 +63,7 @@ class Parts:
     """What a replica of a log of ten messages reads, in place of the servers."""
 
     name, incarnation, generation, sink = "r", "i", 0, None
-    lost_until, lost_blob = 0, ""
+    is_rolled_back, lost_until, lost_blob = False, 0, ""
 
     def __init__(self) -> None:
         self.log = self.blobs = self.roster = self.stats = self

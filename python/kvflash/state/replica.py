@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvflash.errors import DecodeError, KvflashError, NotFoundError, TransportError
@@ -68,6 +68,12 @@ class Replica:
         self.incarnation = ""
         # The next message has not arrived.
         self._is_missing = False
+        # Headers of the last message applied; None after a restore.
+        self._newest: Mapping[str, str] | None = None
+        # The log has another message under that number.
+        self._is_forked = False
+        #: The log gives numbers again that a snapshot may cover already.
+        self.is_rolled_back = False
         #: The last message that was gone before this replica had it.
         self.lost_until = 0
         #: The snapshot that this replica has given up reading.
@@ -168,7 +174,11 @@ class Replica:
         applied = self.stats.applied
         fresh: list[Message] = []
         for message in messages:
-            if message.sequence == applied + 1:
+            if message.sequence == self.stats.applied:
+                if self._newest is not None and message.headers != self._newest:
+                    self._is_forked = True
+                    raise TransportError(f"message {applied} of the log is not the one applied")
+            elif message.sequence == applied + 1:
                 fresh.append(message)
                 applied += 1
             elif message.sequence > applied:
@@ -176,7 +186,7 @@ class Replica:
         if fresh:
             # In a thread, so that the connection stays served meanwhile.
             await asyncio.to_thread(self.sink.apply, fresh)
-            self.stats.applied = applied
+            self.stats.applied, self._newest = applied, fresh[-1].headers
             self._moved.set()
         return not any(message.sequence > applied for message in messages)
 
@@ -185,10 +195,11 @@ class Replica:
 
         The reader may have lost its requests for them.
         """
-        state = await self.log.state()
-        if state.incarnation != self.incarnation or state.first > self.stats.applied + 1:
+        state, applied = await self.log.state(), self.stats.applied
+        is_known = state.first <= applied + 1 and applied <= state.last
+        if state.incarnation != self.incarnation or not is_known:
             raise TransportError(f"log {state.incarnation} is not the one that was followed")
-        return state.last > self.stats.applied
+        return state.last > applied
 
     async def _open(self) -> None:
         """Align the applied state with the log, then read on from there."""
@@ -200,15 +211,27 @@ class Replica:
                 pointer = None
             is_same = state.incarnation == self.incarnation
             if not is_same:
-                self.lost_until = 0
+                self.lost_until, self._newest, self._is_forked = 0, None, False
             applied = self.stats.applied if is_same else 0
             covered = pointer.covers(state.incarnation) if pointer is not None else 0
+            # The pointer is newer than this look at the log, so it may cover more: look again.
+            last = state.last if covered <= state.last else (await self.log.state()).last
+            if self._is_forked or max(applied, covered) > last:
+                # Power loss or an old backup. The numbers do not say which messages are known, but
+                # applying one again changes nothing.
+                logger.error(
+                    "state of %s: the log has lost its newest messages, and ends at message %d; "
+                    "applying it again from message %d on",
+                    *(self.name, last, state.first),
+                )
+                self.is_rolled_back = True
+                applied, covered = state.first - 1, min(covered, state.first - 1)
             is_behind = state.first > applied + 1 or not self.incarnation
             if pointer is not None and is_behind and (covered > applied or not self.incarnation):
                 if not await self._restore(pointer):
                     continue
                 applied = max(covered, applied)
-            self.incarnation = state.incarnation
+            self.incarnation, self._is_forked = state.incarnation, False
             found = max(state.first, applied + 1)
             if found == applied + 1 and self._is_missing:
                 found = await self._find(found, state.last)
@@ -224,10 +247,14 @@ class Replica:
                 logger.error("state of %s: %d messages are gone from the log", self.name, lost)
                 applied += lost
                 self.lost_until = applied
+            if applied != self.stats.applied:
+                self._newest = None
             self.stats.applied = applied
             self._moved.set()
             logger.debug("state of %s: restored", self.name)
-            self._reader = await self.log.open_reader(self.name, applied + 1)
+            # From the last one applied on, if there is one: to see whether the log still has it.
+            start = applied + (self._newest is None)
+            self._reader = await self.log.open_reader(self.name, start)
             after = await self.log.state()
             if after.incarnation == state.incarnation and after.first <= applied + 1:
                 self._is_missing = False

@@ -204,7 +204,7 @@ class Snapshots:
     async def _is_due(self, state: LogState) -> bool:
         pointer, _ = await self._blobs.pointer()
         covered = pointer.covers(state.incarnation) if pointer else 0
-        if self._replica.lost_until <= covered < state.first - 1:
+        if self._replica.is_rolled_back or self._replica.lost_until <= covered < state.first - 1:
             # Only routers that have applied messages that are gone can save them for others.
             return True
         if pointer is not None and pointer.blob:
@@ -270,6 +270,7 @@ class Snapshots:
             if current is None or current.blob != name:
                 await self._blobs.delete(name)
                 return Outcome.FENCED
+        replica.is_rolled_back = False
         self.stats.snapshots_total += 1
         logger.debug("state of %s: flipped", self._name)
         await self._purge()

@@ -197,7 +197,8 @@ def play(seed: int) -> Counter[str]:
                 await engine.publish(log, dice)
             if dice.random() < deletions:
                 seen["deletions"] += 1
-                dice.choice((world.delete_log, world.purge_by_hand, world.blobs.clear))()
+                losses = (world.delete_log, world.purge_by_hand, world.blobs.clear)
+                dice.choice((*losses, lambda: world.lose_end(dice.randint(1, 30))))()
             await asyncio.sleep(dice.uniform(0, 4))
         world.faults = Faults()
         for node in world.nodes:
@@ -321,6 +322,38 @@ def test_a_holder_that_stood_still_is_fenced(is_swept: bool) -> None:
 
     async def nothing() -> None:
         return
+
+    directed(script)
+
+
+@pytest.mark.parametrize("again", [3, 5, 30])
+@pytest.mark.parametrize("is_covered", [False, True])
+def test_a_log_that_lost_its_newest_messages_is_read_again(*, is_covered: bool, again: int) -> None:
+    """Their numbers are given again: to fewer messages, to as many, to more."""
+
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        for router in (one, two):
+            router.node.cut_until = 0.0
+        assert await one.snapshots.take() == Outcome.DONE
+        await publish(10)  # type: ignore[misc]
+        if is_covered:
+            assert await two.snapshots.take() == Outcome.DONE
+            await publish(2)  # type: ignore[misc]
+        world.lose_end(7)
+        # Restarted servers have forgotten what readers wanted.
+        one.node.cut_until = two.node.cut_until = world.now() + 5
+        publishing = asyncio.ensure_future(publish(again))  # type: ignore[arg-type]
+        await asyncio.sleep(60)
+        await publishing
+        for router in (one, two):
+            assert router.replica.stats.applied == world.last
+            assert held(router.catalog) == truth(world)
+        await one.snapshots.tick()
+        late = Router(world, "late")
+        await late.replica.wait_caught_up()
+        assert held(late.catalog) == truth(world)
 
     directed(script)
 

@@ -112,6 +112,15 @@ class World:
         del self.messages[sequence]
         self.history = [message for message in self.history if message.sequence != sequence]
 
+    def lose_end(self, messages: int) -> None:
+        """The server loses its newest messages, and gives their numbers again."""
+        self.note(f"the newest {messages} messages are lost")
+        end = max(self.first - 1, self.last - messages)
+        for sequence in range(end + 1, self.last + 1):
+            self.messages.pop(sequence, None)
+        self.last = end
+        self.keys_seen = {key: at for key, at in self.keys_seen.items() if at <= end}
+
     def purge_by_hand(self) -> None:
         """Somebody purges the log."""
         self.note("the log is purged")
