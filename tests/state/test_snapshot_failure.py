@@ -180,3 +180,16 @@ def test_a_replica_logs_an_outage_once_and_its_end(
     assert caplog.messages == [away, back, away]
     # After a read the pauses begin anew.
     assert (pauses[19], pauses[20:]) == (5.0, [0.2, 0.4, 0.8])
+
+
+def test_a_replica_ends_while_no_server_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Log:
+        async def drop_reader(self, _name: str) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("kvflash.state.replica._WITHDRAW_S_MAX", 0.01)
+    log: Any = Log()
+    asyncio.run(Replica("r", log=log, blobs=log, roster=log, sink=log).stop())
+    assert caplog.messages == ["state of r: can't withdraw: no answer within 0.01 s"]

@@ -108,10 +108,13 @@ class Cluster(Replicas):
         self._is_stopped.set()
         if self._reporter is not None and self._reporter.is_alive():
             self._reporter.join()
-        if self._sharing is not None:
-            self._sharing.stop()
         with self._lock:
             states, self._states = list(self._states.values()), {}
+        # Side by side: while servers do not answer, each needs seconds.
+        for state in states:
+            state.stop_soon()
+        if self._sharing is not None:
+            self._sharing.stop()
         for state in states:
             state.stop()
 

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _FETCH_S = 1.0
 _RETRY_S = 0.2
 _RETRY_S_MAX = 5.0
+# Unresponsive servers must not keep a process from ending.
+_WITHDRAW_S_MAX = 2.0
 # The snapshot that the pointer names does not exist: it has just been replaced, so look again.
 _RESTORE_ATTEMPTS = 10
 # Attempts, within half a minute, after which a snapshot that no router has replaced is lost.
@@ -110,13 +112,17 @@ class Replica:
 
     async def stop(self) -> None:
         """Leave without a floor or a name. Call it after the task of :meth:`run` has ended."""
-        await self._close_reader()
         try:
-            await self.log.drop_reader(self.name)
-            await self.roster.leave()
-        except KvflashError as error:
-            # The other routers notice when the lease ends.
-            logger.warning("state of %s: can't withdraw: %s", self.name, error)
+            await asyncio.wait_for(self._withdraw(), _WITHDRAW_S_MAX)
+        except (KvflashError, asyncio.TimeoutError) as error:
+            # The other routers notice when the lease ends. A TimeoutError has no text.
+            reason = str(error) or f"no answer within {_WITHDRAW_S_MAX:g} s"
+            logger.warning("state of %s: can't withdraw: %s", self.name, reason)
+
+    async def _withdraw(self) -> None:
+        await self._close_reader()
+        await self.log.drop_reader(self.name)
+        await self.roster.leave()
 
     async def wait_applied(self, sequence: int, incarnation: str, timeout_s: float) -> bool:
         """Wait until message ``sequence`` is applied; False after the timeout or in another log."""

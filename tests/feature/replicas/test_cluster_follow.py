@@ -28,7 +28,7 @@ class Restoring:
         self.is_ready = threading.Event()
         self.waits: list[float] = []
         self.is_waited_for = False
-        self.is_stopped = False
+        self.is_ending = self.is_stopped = False
         self.resets: list[bool] = []
 
     def attached(self, *_: Any, options: StateOptions, **__: Any) -> Restoring:
@@ -42,6 +42,9 @@ class Restoring:
         is_ready = self.is_ready.wait(timeout_s)
         self.is_waited_for = False
         return is_ready
+
+    def stop_soon(self) -> None:
+        self.is_ending = True
 
     def stop(self) -> None:
         # Without this, waiting callers would wait for ever.
@@ -65,6 +68,24 @@ def following(made: Cluster) -> threading.Thread:
 def nats_cluster(**others: Any) -> Cluster:
     flags = ClusterFlags(event_plane="nats", **others)
     return Cluster(Router(), flags, open_discovery=MemoryDiscovery)
+
+
+def test_states_and_sharing_end_side_by_side(state: Restoring) -> None:
+    """Each takes seconds while its server does not answer."""
+    state.is_ready.set()
+    made = nats_cluster(router_replica_sync=True)
+    made.follow(COMPONENT)
+    sharing: Any = made._sharing
+    stop, ended = sharing.stop, []
+
+    def watched() -> None:
+        ended.append((state.is_ending, state.is_stopped))
+        stop()
+
+    sharing.stop = watched
+    made.stop()
+    assert ended == [(True, False)]
+    assert state.is_stopped
 
 
 def test_stopping_does_not_wait_for_a_restore(state: Restoring) -> None:
