@@ -24,6 +24,7 @@ from kvflash import (
     TransportError,
 )
 from kvflash.discovery import Delete, Put, Synced, etcd, open_discovery
+from kvflash.discovery.announcer import Announcer
 from servers import EtcdServer
 from service import Http
 from support_runtime import (
@@ -232,6 +233,31 @@ def test_a_runtime_announces_itself_again_when_its_lease_was_lost(
             assert await asyncio.wait_for(anext(watch), 30) == Delete("v1/instances/t/c/e/x")
             again = await asyncio.wait_for(anext(watch), 30)
             assert again == Put("v1/instances/t/c/e/x", b'{"a": 1}')
+
+    run(scenario())
+
+
+def test_what_somebody_deletes_is_announced_again(server: EtcdServer) -> None:
+    """The lease lives on; a key that its process deleted stays away."""
+
+    async def scenario() -> None:
+        mine = open_discovery("etcd", endpoints=server.url)
+        announcer = Announcer(mine, "the worker", ttl_s=2.0)
+        for at in range(3):
+            await announcer.announce(f"k/{at}", b"1")
+        await announcer.withdraw("k/2")
+        other = open_discovery("etcd", endpoints=server.url)
+        watch = other.watch("k/")
+        seen = [await anext(watch) for _ in range(3)]
+        assert seen == [Put("k/0", b"1"), Put("k/1", b"1"), Synced()]
+        for key in ("k/1", "k/0"):
+            assert await other.delete(key)
+            assert await anext(watch) == Delete(key)
+            assert await asyncio.wait_for(anext(watch), 30) == Put(key, b"1")
+        assert not (await announcer.lease()).lost.is_set()
+        await announcer.close()
+        await mine.close()
+        await other.close()
 
     run(scenario())
 

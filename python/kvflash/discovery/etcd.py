@@ -65,6 +65,8 @@ class EtcdDiscovery(Discovery):
         # Each with the task that keeps it up.
         self._leases: dict[Lease, asyncio.Task[None]] = {}
         self._watches: dict[Watch, asyncio.Task[None]] = {}
+        # The keys that were put with a lease, and its number.
+        self._leased: dict[str, int] = {}
         # Those whose last attempt failed: etcd may refuse one and answer the others.
         self._away: set[Watch | Lease] = set()
         self._outage = Outage(
@@ -95,6 +97,7 @@ class EtcdDiscovery(Discovery):
 
     async def delete(self, key: str) -> bool:
         check_key(key)
+        self._leased.pop(key, None)
         answer = await self._call("kv/deleterange", {"key": _text(key.encode())})
         return int(answer.get("deleted", 0)) > 0
 
@@ -131,9 +134,12 @@ class EtcdDiscovery(Discovery):
         try:
             if not is_new:
                 await self._call("kv/put", put)
-                return True
-            body = {"compare": [absent], "success": [{"request_put": put}]}
-            return (await self._call("kv/txn", body)).get("succeeded") is True
+            else:
+                body = {"compare": [absent], "success": [{"request_put": put}]}
+                if (await self._call("kv/txn", body)).get("succeeded") is not True:
+                    return False
+            self._leased[key] = lease_id
+            return True
         except _RefusedError as error:
             if error.code == NOT_FOUND:
                 raise InvalidArgumentError(f"lease {lease_id} has expired") from error
@@ -145,6 +151,7 @@ class EtcdDiscovery(Discovery):
             return
         keeping.cancel()
         self._away.discard(lease)
+        self._forget_keys(lease)
         try:
             await self._call("lease/revoke", {"ID": lease.id})
         except _RefusedError as error:
@@ -168,10 +175,28 @@ class EtcdDiscovery(Discovery):
                 continue
             self._succeeded(lease)
             retry_s, pause_s = PAUSE_S[0], ttl_s / 3
-            if left_s <= 0:
+            if left_s <= 0 or await self._lacks_keys(lease):
                 self._leases.pop(lease, None)
+                self._forget_keys(lease)
                 lease.lost.set()
                 return
+
+    async def _lacks_keys(self, lease: Lease) -> bool:
+        """Whether others, such as an operator, have deleted keys of a lease."""
+        wanted = [key for key, lease_id in self._leased.items() if lease_id == lease.id]
+        if not wanted:
+            return False
+        try:
+            answer = await self._call("lease/timetolive", {"ID": lease.id, "keys": True})
+            found = {b64decode(key).decode() for key in answer.get("keys", [])}
+        except (KvflashError, ValueError, TypeError):
+            return False
+        # This process may have deleted some meanwhile.
+        return any(key not in found and self._leased.get(key) == lease.id for key in wanted)
+
+    def _forget_keys(self, lease: Lease) -> None:
+        for key in [key for key, lease_id in self._leased.items() if lease_id == lease.id]:
+            del self._leased[key]
 
     async def _call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """Call etcd, logged in if needed; if an address fails, try the next.
