@@ -13,11 +13,13 @@ from ports import free_port
 from service import until
 from support_frontend import CHAT, COMPLETIONS, Call, Exchange, FakeEngine, ask
 from support_tokens import (
+    DATA,
     Answer,
     Ask,
     EmbeddedFrontend,
     FakeWorker,
     die,
+    frame,
     hang,
     refuse,
     say,
@@ -237,6 +239,34 @@ def test_a_decode_that_fails_leaves_its_prefill_worker_to_the_next_one() -> None
         while not bad.received:
             answer = ask(frontend.url, CHAT, BODY)
             assert (answer.status, answer.worker) == (200, 43), answer.body
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_workers_of_text_get_what_was_prefilled(
+    frontend: EmbeddedFrontend, is_beside: bool
+) -> None:
+    def chunk(**more: Any) -> Answer:
+        choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}
+
+        def answer(ask: Ask) -> bool:
+            ask.send(frame(DATA, {"id": "x", "choices": [choice], **more}))
+            return ask.end()
+
+        return answer
+
+    card = {"bootstrap": BOOTSTRAP} if is_beside else {}
+    decode = FakeWorker(41, chunk(), model_input="text")
+    prefill = prefiller(42, chunk(kv_transfer_params={"port": 7}), model_input="text", **card)
+    with workers(frontend, decode, prefill):
+        assert prefiller_of(ask(frontend.url, CHAT, BODY)) == 42
+        until(lambda: prefill.received, "the prefill to have begun")
+        copy, request = prefill.received[0].payload, decode.received[0].payload
+        assert (copy["max_tokens"], request["max_tokens"]) == (1, 50)
+        if is_beside:
+            assert copy["bootstrap_info"] == request["bootstrap_info"]
+            assert request["bootstrap_info"]["bootstrap_port"] == 8998
+        else:
+            assert request["kv_transfer_params"] == {"port": 7}
 
 
 def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:

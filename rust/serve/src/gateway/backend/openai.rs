@@ -35,7 +35,7 @@ const MAX_PREFILL_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 ///
 /// # Source
 /// vLLM's OpenAI server, with any KV connector.
-const PARAMS: &str = "kv_transfer_params";
+pub(super) const PARAMS: &str = "kv_transfer_params";
 
 /// An engine's answer whose first byte has arrived.
 pub(crate) struct Opened {
@@ -95,7 +95,7 @@ pub(super) async fn open(
     handoff: &Handoff,
 ) -> Result<Opened, Failed> {
     let mut changes = match handoff {
-        Handoff::Done { params, .. } => decode_changes(params)?,
+        Handoff::Done { params, .. } => vec![(PARAMS, Some(transfer_params(params)?))],
         _ => Vec::new(),
     };
     let (mut more, sent) = match handoff.is_alone().then(|| More::of(plan, choice)).flatten() {
@@ -380,14 +380,13 @@ pub(crate) fn prefill_body(body: &Body, api: Api) -> Bytes {
     body.with(&changes)
 }
 
-/// Additions to the decode copy of a body: the result of the prefill.
-fn decode_changes(params: &rmpv::Value) -> Result<Vec<(&'static str, Option<Value>)>, Failed> {
+/// The [`PARAMS`] of the decode copy of a body: the result of the prefill.
+pub(super) fn transfer_params(params: &rmpv::Value) -> Result<Value, Failed> {
     let params: Value = rmpv::ext::from_value(params.clone()).map_err(|error| {
         let message = format!("the prefill's transfer parameters cannot be forwarded: {error}");
         Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
     })?;
-    let params = params.get(PARAMS).cloned().unwrap_or(params);
-    Ok(vec![(PARAMS, Some(params))])
+    Ok(params.get(PARAMS).cloned().unwrap_or(params))
 }
 
 #[cfg(test)]
@@ -422,7 +421,7 @@ mod tests {
         assert!(prefill.get("stream_options").is_none());
         assert_eq!(prefill[PARAMS]["do_remote_decode"], true);
         let params = rmpv::ext::to_value(json!({ PARAMS: {"remote_port": 7} })).unwrap();
-        let decode = body.with(&decode_changes(&params).unwrap());
+        let decode = body.with(&[(PARAMS, Some(transfer_params(&params).unwrap()))]);
         let decode: Value = serde_json::from_slice(&decode).unwrap();
         assert_eq!(decode[PARAMS], json!({"remote_port": 7}));
         assert_eq!(

@@ -120,7 +120,7 @@ async fn send(
     let id = &plan.call.request_id;
     let to_first_item = async {
         let sent = if member.spec.card.model_input == ModelInput::Text {
-            let body = text_body(plan, is_prefill).map_err(|why| unready(&why))?;
+            let body = text_body(plan, is_prefill, prefill_result, bootstrap_info)?;
             member.plane.call(id, &member.spec, &body).await
         } else {
             let (Some(tokens), Some(generation)) = (&plan.tokens, &plan.generation) else {
@@ -195,10 +195,25 @@ fn stop_conditions(generation: &Generation, is_prefill: bool) -> Value {
     Value::Object(fields)
 }
 
-fn text_body(plan: &Plan, is_prefill: bool) -> Result<Value, String> {
+/// The client's body, with what an engine gets of a handover.
+fn text_body(
+    plan: &Plan,
+    is_prefill: bool,
+    prefill_result: Option<&rmpv::Value>,
+    bootstrap_info: Option<&BootstrapInfo>,
+) -> Result<Value, Failed> {
     let (body, api) = (&plan.call.body, plan.call.api());
     let bytes = if is_prefill { openai::prefill_body(body, api) } else { body.bytes().clone() };
-    serde_json::from_slice(&bytes).map_err(|error| error.to_string())
+    let mut fields: Map<String, Value> = serde_json::from_slice(&bytes).map_err(|error| {
+        Failed::new("not_ready", error.to_string(), StatusCode::SERVICE_UNAVAILABLE)
+    })?;
+    if let Some(params) = prefill_result {
+        fields.insert(openai::PARAMS.to_owned(), openai::transfer_params(params)?);
+    }
+    if let Some(info) = bootstrap_info {
+        fields.insert("bootstrap_info".to_owned(), json!(info));
+    }
+    Ok(Value::Object(fields))
 }
 
 /// The meaning of a plane's failure for the attempt.
