@@ -269,6 +269,17 @@ def test_workers_of_text_get_what_was_prefilled(
             assert request["kv_transfer_params"] == {"port": 7}
 
 
+def test_what_killed_two_prefill_workers_is_sent_to_one_decode_worker(
+    frontend: EmbeddedFrontend,
+) -> None:
+    decodes = [FakeWorker(41, die), FakeWorker(43, die)]
+    with workers(frontend, *decodes, *(prefiller(44 + n, die) for n in range(3))):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 502 and "less than 60 s ago" in answer.json["error"]["message"]
+        assert sum(len(decode.received) for decode in decodes) == 1
+        assert prefills(frontend) == {"failed": 2, "fallback": 1}
+
+
 def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
         pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}

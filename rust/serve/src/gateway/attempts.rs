@@ -52,14 +52,14 @@ impl Default for Retries {
 }
 
 impl Retries {
-    /// The attempts of one request with this body.
-    pub fn of(self: &Arc<Self>, body: &[u8]) -> Attempts {
-        let hash = || xxh3_64_with_seed(body, self.seed);
-        let is_suspect = self.count.load(Ordering::Relaxed) > 0 && self.is_suspect(hash());
-        Attempts { retries: Arc::clone(self), is_suspect, lost: 0, refused: 0, has_permit: false }
+    /// The attempts of one request, or of its prefill.
+    pub fn begin(self: &Arc<Self>) -> Attempts {
+        Attempts { retries: Arc::clone(self), lost: 0, refused: 0, has_permit: false }
     }
 
-    fn is_suspect(&self, hash: u64) -> bool {
+    /// Whether workers lost this body lately.
+    fn is_suspect(&self, body: &[u8]) -> bool {
+        let hash = xxh3_64_with_seed(body, self.seed);
         let suspects = self.suspects.lock();
         suspects.since.get(&hash).is_some_and(|since| since.elapsed() < SUSPECT_TIME)
     }
@@ -96,8 +96,6 @@ impl Retries {
 #[derive(Debug)]
 pub(crate) struct Attempts {
     retries: Arc<Retries>,
-    /// The same body was lost before.
-    is_suspect: bool,
     lost: usize,
     refused: usize,
     /// It counts as a concurrent retry.
@@ -124,9 +122,11 @@ impl Attempts {
             }
             Reach::Lost { is_death } => {
                 self.lost += 1;
-                if self.is_suspect || self.lost > 1 {
+                // Also by its prefill, or by another request.
+                let is_suspect = self.retries.is_suspect(body);
+                if is_suspect || self.lost > 1 {
                     self.retries.suspect(body);
-                    return Some(match self.is_suspect {
+                    return Some(match is_suspect {
                         true => "workers lost the same request less than 60 s ago",
                         false => "two workers lost the request",
                     });

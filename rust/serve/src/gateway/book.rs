@@ -122,7 +122,7 @@ pub(crate) struct Tries {
 impl Tries {
     pub fn new(app: &Arc<App>, plan: Arc<Plan>) -> Self {
         let (app, tried) = (Arc::clone(app), Vec::new());
-        let attempts = app.retries.of(plan.call.body.bytes());
+        let attempts = app.retries.begin();
         let (is_decode_only, is_retry) = (false, false);
         Self { app, plan, tried, last: None, attempts, is_over: None, is_decode_only, is_retry }
     }
