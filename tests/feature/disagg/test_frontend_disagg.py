@@ -280,6 +280,16 @@ def test_what_killed_two_prefill_workers_is_sent_to_one_decode_worker(
         assert prefills(frontend) == {"failed": 2, "fallback": 1}
 
 
+def test_a_request_falls_back_once_however_often_its_decode_is_tried(
+    frontend: EmbeddedFrontend,
+) -> None:
+    full = [FakeWorker(41 + n, refuse("draining")) for n in range(3)]
+    with workers(frontend, *full, prefiller(44, refuse("internal"))):
+        assert ask(frontend.url, CHAT, BODY).status == 503
+        assert [len(fake.received) for fake in full] == [1, 1, 1]
+        assert prefills(frontend) == {"failed": 1, "fallback": 1}
+
+
 def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
         pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}

@@ -305,7 +305,8 @@ impl Prefill {
             app.refused("no_prefill");
             return Err(refusal(status, &why));
         }
-        if self.tries.is_some() {
+        // Further attempts decode alone, too.
+        if self.tries.take().is_some() {
             count(app, "fallback");
             tracing::warn!(
                 why,
