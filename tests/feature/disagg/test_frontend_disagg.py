@@ -290,6 +290,24 @@ def test_a_request_falls_back_once_however_often_its_decode_is_tried(
         assert prefills(frontend) == {"failed": 1, "fallback": 1}
 
 
+def paired_or_alone(ask: Ask) -> bool | None:
+    """A decode worker that waits for its prefill, and needs none without."""
+    return hang(ask) if "bootstrap_info" in ask.payload else say("alone")(ask)
+
+
+def test_a_prefill_worker_that_stops_answering_ends_the_wait_of_its_decode() -> None:
+    silent = prefiller(42, hang, bootstrap=BOOTSTRAP)
+    decode = FakeWorker(41, paired_or_alone)
+    with (
+        EmbeddedFrontend("--health-interval", "0.1") as frontend,
+        workers(frontend, decode, silent),
+    ):
+        silent.answers_pings = False
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.json["choices"][0]["message"]["content"] == "alone"
+        assert frontend.metric('kvflash_attempts_failed_total{cause="unwell"}') == 1
+
+
 def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
         pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}

@@ -354,11 +354,11 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
     let (tell, failed) = watch::channel(None);
     let (app, plan, beside) = (Arc::clone(app), Arc::clone(plan), info.clone());
     let task = tokio::spawn(async move {
-        let outcome = async {
+        let outcome = pin!(async {
             let begun = plane::begin_prefill(&app, &plan, &choice, &member, Some(&beside)).await?;
             begun.drain(&app).await
-        };
-        let Err(error) = kept_alive(&choice.booking, outcome).await else {
+        });
+        let Err(error) = kept_alive(&choice.booking, while_well(&choice, outcome)).await else {
             return count(&app, "handed_off");
         };
         count(&app, "failed");
