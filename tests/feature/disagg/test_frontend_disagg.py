@@ -308,6 +308,35 @@ def test_a_prefill_worker_that_stops_answering_ends_the_wait_of_its_decode() -> 
         assert frontend.metric('kvflash_attempts_failed_total{cause="unwell"}') == 1
 
 
+def prefilled(ask: Ask) -> bool:
+    """A prefill worker's answer beside its decode."""
+    ask.item(40, finish="length")
+    return ask.end()
+
+
+@pytest.mark.parametrize("flag", ["--router-queue-threshold", "--active-prefill-tokens-threshold"])
+def test_a_prefill_whose_decode_failed_is_no_load_to_the_next_one(flag: str) -> None:
+    """It would wait for itself, or be refused because of itself."""
+    decodes: list[Ask] = []
+
+    def decode(ask: Ask) -> bool | None:
+        decodes.append(ask)
+        if len(decodes) > 1:
+            return bool(say("hello")(ask))
+        until(lambda: prefill.received, "the prefill to have begun")
+        return die(ask)
+
+    def prefill_anew(ask: Ask) -> bool | None:
+        return hang(ask) if len(prefill.received) < 2 else prefilled(ask)
+
+    prefill = prefiller(42, prefill_anew, bootstrap=BOOTSTRAP)
+    fakes = (FakeWorker(41, decode), FakeWorker(43, decode), prefill)
+    with EmbeddedFrontend("--enforce-disagg", flag, "0") as frontend, workers(frontend, *fakes):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert (answer.status, len(prefill.received)) == (200, 2), answer.body
+        assert prefill.received[0].is_gone.is_set()
+
+
 def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
         pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}

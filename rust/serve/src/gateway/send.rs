@@ -134,8 +134,9 @@ async fn send(
     // No worker has begun to answer yet.
     let mut is_first = true;
     while tries.may_go_on() {
-        // A concurrent prefill that has begun is useless for another worker.
         if !prefill.is_idle() && !matches!(handoff, Handoff::Done { .. }) {
+            // A concurrent prefill that has begun is useless for another worker, and would be load to the next prefill.
+            handoff.end().await;
             handoff = Box::pin(prefill.hand_off(app)).await?;
             tries.is_decode_only = !handoff.is_alone();
         }

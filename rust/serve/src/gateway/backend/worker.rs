@@ -154,6 +154,17 @@ impl Handoff {
             pending.task = None;
         }
     }
+
+    /// Ends a concurrent prefill; when this returns, its load is free.
+    pub async fn end(&mut self) {
+        if let Self::Beside { pending, .. } = self
+            && let Some(task) = &mut pending.task
+        {
+            task.abort();
+            let _ = task.await;
+            pending.task = None;
+        }
+    }
 }
 
 /// A prefill that runs beside its decode. Dropping it ends the prefill.
