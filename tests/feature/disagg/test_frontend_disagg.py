@@ -337,6 +337,35 @@ def test_a_prefill_whose_decode_failed_is_no_load_to_the_next_one(flag: str) -> 
         assert prefill.received[0].is_gone.is_set()
 
 
+@pytest.mark.parametrize("bad", [die, refuse("internal"), refuse("draining")])
+def test_prefills_that_fail_beside_a_decode_leave_the_prompt_to_it(
+    frontend: EmbeddedFrontend, bad: Answer
+) -> None:
+    """However many: the decode worker has not failed."""
+    bads = [prefiller(42 + n, bad, bootstrap=BOOTSTRAP) for n in range(3)]
+    with workers(frontend, FakeWorker(41, paired_or_alone), *bads):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 200, answer.body
+        assert answer.json["choices"][0]["message"]["content"] == "alone"
+        assert prefills(frontend)["fallback"] == 1
+
+
+def test_enforced_the_failure_beside_a_decode_is_told() -> None:
+    bad = prefiller(42, refuse("internal", "out of blocks"), bootstrap=BOOTSTRAP)
+    decode = FakeWorker(41, paired_or_alone)
+    with EmbeddedFrontend("--enforce-disagg") as frontend, workers(frontend, decode, bad):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 502 and "out of blocks" in answer.json["error"]["message"]
+
+
+def test_a_request_that_is_invalid_beside_its_decode_is_refused(frontend: EmbeddedFrontend) -> None:
+    bads = [prefiller(42 + n, refuse("invalid", "too long"), bootstrap=BOOTSTRAP) for n in (0, 1)]
+    with workers(frontend, FakeWorker(41, paired_or_alone), *bads):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 400 and "too long" in answer.json["error"]["message"]
+        assert sum(len(bad.received) for bad in bads) == 1
+
+
 def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
         pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}

@@ -384,7 +384,7 @@ impl Answer {
                 let message = format!("no item for {seconds} s (--stream-idle-timeout)");
                 Err(PlaneError::new(Cause::Broken, message))
             }),
-            why = self.handoff.failure() => Err(PlaneError::new(Cause::Prefill, why)),
+            failed = self.handoff.failure() => Err(PlaneError::new(Cause::Prefill, failed.message)),
         }
     }
 

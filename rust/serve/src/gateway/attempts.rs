@@ -27,6 +27,9 @@ const MAX_SUSPECTS: usize = 4_096;
 const MIN_RETRIES: usize = 10;
 const REQUESTS_PER_RETRY: usize = 5;
 
+/// The cause of an attempt that ended because the prefill beside it failed.
+pub(crate) const PREFILL_FAILED: &str = "prefill_failed";
+
 /// Shared by all requests of a frontend.
 #[derive(Debug)]
 pub(crate) struct Retries {
@@ -175,7 +178,7 @@ pub(crate) enum Reach {
 }
 
 /// An attempt that ended before the first byte.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Failed {
     pub cause: &'static str,
     pub reach: Reach,

@@ -16,7 +16,7 @@ use kvflash_core::select::{
 };
 use serde_json::{Value, json};
 
-use super::attempts::{Attempts, Failed};
+use super::attempts::{Attempts, Failed, PREFILL_FAILED};
 use super::plan::{Part, Plan};
 use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, Pool};
@@ -177,11 +177,37 @@ impl Tries {
         Ok(choice)
     }
 
-    /// Records that the last worker failed, and marks it as suspect if it is at fault.
+    /// How the last attempt failed.
+    pub fn last(&self) -> Option<&Failed> {
+        self.last.as_ref()
+    }
+
+    /// Records that the last worker failed, and marks it as suspect if it is at fault. It may be
+    /// tried again if the prefill beside it is.
+    ///
+    /// # Errors
+    /// As [`Tries::lost`].
+    pub fn failed(&mut self, engine: &Engine, failed: Failed) -> Result<(), Reject> {
+        if failed.cause == PREFILL_FAILED {
+            self.app.attempt_failed(&failed, engine, "the prefill beside this attempt failed");
+            self.spare(engine.id);
+            return Ok(());
+        }
+        self.lost(failed.clone())?;
+        let what = if self.may_go_on() && self.has_untried() {
+            "attempt failed before the first byte; trying another worker"
+        } else {
+            "attempt failed before the first byte; no other worker is tried"
+        };
+        self.app.attempt_failed(&failed, engine, what);
+        Ok(())
+    }
+
+    /// Records that the last worker failed, which is counted elsewhere.
     ///
     /// # Errors
     /// The request itself is invalid, so no other worker would succeed.
-    pub fn failed(&mut self, engine: &Engine, failed: Failed) -> Result<(), Reject> {
+    pub fn lost(&mut self, failed: Failed) -> Result<(), Reject> {
         if failed.is_final {
             return Err(failed.into());
         }
@@ -195,17 +221,11 @@ impl Tries {
         } else {
             self.attempts.failed(&failed, body.bytes(), self.app.in_flight())
         };
-        let what = if self.may_go_on() && self.has_untried() {
-            "attempt failed before the first byte; trying another worker"
-        } else {
-            "attempt failed before the first byte; no other worker is tried"
-        };
-        self.app.attempt_failed(&failed, engine, what);
         self.last = Some(failed);
         Ok(())
     }
 
-    /// This worker was not at fault; it may be tried again.
+    /// This worker may be tried again.
     pub fn spare(&mut self, id: InstanceId) {
         self.tried.retain(|tried| *tried != id);
     }

@@ -152,14 +152,8 @@ async fn send(
         let opened = match opened {
             Ok(opened) => opened,
             Err(failed) => {
-                let is_prefill = failed.cause == "prefill_failed";
-                tries.failed(&engine, failed)?;
-                match &handoff {
-                    // The worker was not at fault; it may be tried again.
-                    _ if is_prefill => tries.spare(engine.id),
-                    Handoff::Beside { worker, .. } => prefill.spare(*worker),
-                    _ => {}
-                }
+                tries.failed(&engine, failed.clone())?;
+                prefill.decode_failed(handoff.worker(), failed)?;
                 continue;
             }
         };

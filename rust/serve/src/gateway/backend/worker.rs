@@ -17,7 +17,7 @@ use crate::Reject;
 use crate::frontend::EnforceDisagg;
 use crate::frontend::app::App;
 use crate::gateway::api::{Api, Form};
-use crate::gateway::attempts::Failed;
+use crate::gateway::attempts::{Failed, PREFILL_FAILED};
 use crate::gateway::book::{Choice, Tries, kept_alive};
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
@@ -64,7 +64,7 @@ pub(in crate::gateway) async fn open(
         tokio::select! {
             biased;
             opened = plane::open(app, plan, choice, member, handoff) => opened.map(Opened::Plane),
-            why = handoff.failure() => Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY)),
+            failed = handoff.failure() => Err(Failed { cause: PREFILL_FAILED, ..failed }),
         }
     });
     while_well(choice, opened).await
@@ -130,18 +130,18 @@ impl Handoff {
         }
     }
 
-    /// Waits until the concurrent prefill fails, and returns why; forever if it does not.
-    pub fn failure(&self) -> impl Future<Output = String> + Send + 'static {
+    /// Waits until the concurrent prefill fails, and returns how; forever if it does not.
+    pub fn failure(&self) -> impl Future<Output = Failed> + Send + 'static {
         let failed = match self {
             Self::Beside { pending, .. } => Some(pending.failed.clone()),
             _ => None,
         };
         async move {
             if let Some(mut failed) = failed
-                && let Ok(why) = failed.wait_for(Option::is_some).await
-                && let Some(why) = &*why
+                && let Ok(failed) = failed.wait_for(Option::is_some).await
+                && let Some(failed) = &*failed
             {
-                return why.clone();
+                return failed.clone();
             }
             // There is no prefill, or it is complete.
             std::future::pending().await
@@ -171,7 +171,7 @@ impl Handoff {
 #[derive(Debug)]
 pub(crate) struct Pending {
     task: Option<JoinHandle<()>>,
-    failed: watch::Receiver<Option<String>>,
+    failed: watch::Receiver<Option<Failed>>,
 }
 
 impl Drop for Pending {
@@ -269,11 +269,19 @@ impl Prefill {
         if self.is_enforced { Err(refusal(StatusCode::SERVICE_UNAVAILABLE, why)) } else { Ok(None) }
     }
 
-    /// The decode beside a prefill has failed: the prefill worker may be used again.
-    pub fn spare(&mut self, worker: Worker) {
-        if let Some(tries) = &mut self.tries {
-            tries.spare(worker.instance_id);
+    /// The decode of what `worker` prefilled has `failed`: the worker may be used again, unless
+    /// its prefill is the cause.
+    ///
+    /// # Errors
+    /// As [`Tries::lost`].
+    pub fn decode_failed(&mut self, worker: Option<Worker>, failed: Failed) -> Result<(), Reject> {
+        let Some(tries) = &mut self.tries else { return Ok(()) };
+        match worker {
+            _ if failed.cause == PREFILL_FAILED => tries.lost(failed)?,
+            Some(worker) => tries.spare(worker.instance_id),
+            None => {}
         }
+        Ok(())
     }
 
     /// Prefills the prompt, or starts to.
@@ -281,10 +289,11 @@ impl Prefill {
     /// # Errors
     /// No worker prefilled, and the decode worker may not do it alone; or the request is invalid.
     pub async fn hand_off(&mut self, app: &Arc<App>) -> Result<Handoff, Reject> {
-        let is_new = self.tries.as_ref().is_none_or(Tries::is_empty);
-        let none = if is_new { NONE_IS_REGISTERED } else { "no prefill worker is left to try" };
-        let mut why = none.to_owned();
-        let mut status = StatusCode::SERVICE_UNAVAILABLE;
+        let last = self.tries.as_ref().and_then(Tries::last);
+        let (mut why, mut status) = match last {
+            Some(failed) => (failed.message.clone(), failed.status),
+            None => (NONE_IS_REGISTERED.to_owned(), StatusCode::SERVICE_UNAVAILABLE),
+        };
         while let Some(tries) = self.tries.as_mut().filter(|tries| tries.may_go_on()) {
             let choice = match tries.next().await {
                 Ok(choice) => choice,
@@ -369,14 +378,14 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
             let begun = plane::begin_prefill(&app, &plan, &choice, &member, Some(&beside)).await?;
             begun.drain(&app).await
         });
-        let Err(error) = kept_alive(&choice.booking, while_well(&choice, outcome)).await else {
+        let Err(failed) = kept_alive(&choice.booking, while_well(&choice, outcome)).await else {
             return count(&app, "handed_off");
         };
         count(&app, "failed");
-        app.attempt_failed(&error, &choice.engine, "the prefill failed while its decode ran");
+        app.attempt_failed(&failed, &choice.engine, "the prefill failed while its decode ran");
         // No receiver is left once the decode is complete, and then it is not needed.
-        let why = format!("prefill at worker {worker} failed: {}", error.message);
-        let _ = tell.send(Some(why));
+        let message = format!("prefill at worker {worker} failed: {}", failed.message);
+        let _ = tell.send(Some(Failed { message, is_engine_at_fault: false, ..failed }));
     });
     let pending = Pending { task: Some(task), failed };
     Ok(Handoff::Beside { worker, info, pending })
