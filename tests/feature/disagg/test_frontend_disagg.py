@@ -366,6 +366,26 @@ def test_a_request_that_is_invalid_beside_its_decode_is_refused(frontend: Embedd
         assert sum(len(bad.received) for bad in bads) == 1
 
 
+def test_a_whole_answer_that_breaks_is_prefilled_and_decoded_again(
+    frontend: EmbeddedFrontend,
+) -> None:
+    """As without disaggregation: the client has nothing of it."""
+    decodes: list[Ask] = []
+
+    def decode(ask: Ask) -> bool | None:
+        decodes.append(ask)
+        return two_items_then(die)(ask) if len(decodes) == 1 else say("hello")(ask)
+
+    prefill = prefiller(42)
+    with workers(frontend, FakeWorker(41, decode), FakeWorker(43, decode), prefill):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 200, answer.body
+        assert answer.json["choices"][0]["message"]["content"] == "hello"
+        assert (prefiller_of(answer), len(prefill.received), len(decodes)) == (42, 2, 2)
+        assert frontend.outcomes() == {"broken": 1, "complete": 1}
+        assert frontend.metric('kvflash_attempts_failed_total{cause="no_answer"}') == 1
+
+
 def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
         pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}

@@ -197,10 +197,10 @@ async fn send(
                 tell(app, plan, &mut response, &engine, worker, prefiller, selection);
                 return Ok(response);
             }
-            // What was prefilled for the worker is gone with it.
-            Err(failed) if !is_alone => return Err(failed.into()),
             Err(failed) => {
-                tries.failed(&engine, failed)?;
+                // What was prefilled for the worker is gone with it.
+                tries.failed(&engine, failed.clone())?;
+                prefill.decode_failed(prefiller, failed)?;
                 // The client waits for another worker.
                 waiting.is_over = false;
             }
