@@ -386,6 +386,15 @@ def test_a_whole_answer_that_breaks_is_prefilled_and_decoded_again(
         assert frontend.metric('kvflash_attempts_failed_total{cause="no_answer"}') == 1
 
 
+def test_nothing_is_prefilled_that_no_worker_is_left_to_decode(frontend: EmbeddedFrontend) -> None:
+    decode = FakeWorker(41, two_items_then(die))
+    with workers(frontend, decode, prefill := prefiller(42)):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 502 and "tried [41]" in answer.json["error"]["message"]
+        assert len(prefill.received) == 1
+        assert prefills(frontend) == {"handed_off": 1}
+
+
 def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
         pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}

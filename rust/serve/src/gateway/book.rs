@@ -145,7 +145,7 @@ impl Tries {
     }
 
     /// Whether a healthy worker has not been tried yet.
-    fn has_untried(&self) -> bool {
+    pub fn has_untried(&self) -> bool {
         let members = self.plan.route.pool.members();
         members.all().any(|one| one.is_healthy() && !self.tried.contains(&one.id))
     }

@@ -137,6 +137,10 @@ async fn send(
         if !prefill.is_idle() && !matches!(handoff, Handoff::Done { .. }) {
             // A concurrent prefill that has begun is useless for another worker, and would be load to the next prefill.
             handoff.end().await;
+            if !tries.is_empty() && !tries.has_untried() {
+                // Nothing would decode what is prefilled now.
+                break;
+            }
             handoff = Box::pin(prefill.hand_off(app)).await?;
             tries.is_decode_only = !handoff.is_alone();
         }
