@@ -368,6 +368,8 @@ pub(crate) struct Route {
     pub pool: Arc<Pool>,
     /// The adapter, if the name is one.
     pub lora_name: Option<String>,
+    /// The name, if workers of the pool may lack it: an adapter, or another name of the model.
+    pub extra_name: Option<String>,
 }
 
 named! {

@@ -299,7 +299,7 @@ impl Fleet {
     /// `InvalidArgument` if there are several; `NoWorker` while nothing is served yet.
     pub fn only_route(&self) -> Result<Route> {
         let tables = self.fleet.read();
-        let mut bases = tables.roster.names().all().filter(|(.., claim)| *claim != Claim::Adapter);
+        let mut bases = tables.roster.names().all().filter(|(.., claim)| *claim == Claim::Model);
         match (bases.next(), bases.next()) {
             (Some((name, key, claim)), None) => Ok(route(&tables, name, key, claim)),
             (None, _) => Err(self.nothing_served(&tables)),
@@ -427,7 +427,8 @@ impl Fleet {
 
 fn route(tables: &Tables, name: &str, key: &ModelKey, claim: Claim) -> Route {
     let lora_name = (claim == Claim::Adapter).then(|| name.to_owned());
-    Route { pool: Arc::clone(&tables.pools[key]), lora_name }
+    let extra_name = (claim != Claim::Model).then(|| name.to_owned());
+    Route { pool: Arc::clone(&tables.pools[key]), lora_name, extra_name }
 }
 
 fn key_of(name: &str, is_prefill: bool) -> ModelKey {

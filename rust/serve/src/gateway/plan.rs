@@ -250,7 +250,7 @@ impl Plan {
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, part.tried);
         let is_open = part.tried.is_empty()
-            && self.route.lora_name.is_none()
+            && self.route.extra_name.is_none()
             && members.are_all_healthy()
             && (self.call.api().is_for_runtime()
                 || members.all().all(|engine| self.call.fits(engine)));
@@ -270,7 +270,7 @@ impl Plan {
     fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
         members.is_eligible(worker, tried)
             && members.get(worker.instance_id).is_some_and(|engine| self.call.fits(engine))
-            && self.route.lora_name.as_deref().is_none_or(|name| {
+            && self.route.extra_name.as_deref().is_none_or(|name| {
                 members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
             })
     }
@@ -328,8 +328,15 @@ impl Plan {
             _ if is_isolated => format!(", of which {unfit} do not read cache_salt in {path}"),
             _ => format!(", of which {unfit} do not serve {path}"),
         };
+        let lacking = self.route.extra_name.as_deref().map(|name| {
+            (name, members.all().filter(|one| one.is_healthy() && !one.serves(name)).count())
+        });
+        let lacking = match lacking {
+            None | Some((_, 0)) => String::new(),
+            Some((name, count)) => format!(", of which {count} do not serve {name:?}"),
+        };
         Error::NoWorker(format!(
-            "no worker can take requests for model {:?}: {} registered, {} healthy{unfit}{draining}{}",
+            "no worker can take requests for model {:?}: {} registered, {} healthy{unfit}{lacking}{draining}{}",
             self.route.pool.name,
             members.all().count(),
             members.healthy(),

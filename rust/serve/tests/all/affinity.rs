@@ -71,6 +71,29 @@ async fn an_adapter_goes_to_workers_that_have_it() {
 }
 
 #[tokio::test]
+async fn another_name_of_a_model_goes_to_workers_that_have_it() {
+    let stage = Stage::new(|_| ());
+    let without = [stage.engine().await, stage.engine().await, stage.engine().await];
+    let with_it = Engine::start(&[]).await;
+    with_it.becomes(&["m", "m2"]);
+    let with_it = stage.add(with_it, json!({})).await;
+    for n in 0..4 {
+        let body = with(prompt(n..n + 40), json!({ "model": "m2" }));
+        assert_eq!(stage.ask(&body).await.worker(), with_it.id);
+    }
+    assert_eq!(without.each_ref().map(Engine::count), [0; 3]);
+    with_it.health(500);
+    stage.until_healthy(with_it.id, false).await;
+    let refused = stage.ask(&with(prompt(0..40), json!({ "model": "m2" }))).await;
+    let told = "4 registered, 3 healthy, of which 3 do not serve \"m2\"";
+    assert_eq!(refused.status, 503);
+    assert!(refused.json()["error"]["message"].as_str().unwrap().contains(told));
+    // Both names are of one model, which a request need not name.
+    let body = json!({ "prompt": [1, 2, 3] });
+    assert_eq!(stage.ask(&body).await.status, 200);
+}
+
+#[tokio::test]
 async fn pins_are_obeyed() {
     let stage = kv();
     let engines = [stage.engine().await, stage.engine().await, stage.engine().await];

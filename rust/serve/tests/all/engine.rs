@@ -139,9 +139,10 @@ impl Engine {
         self.state.arrived.load(Ordering::SeqCst)
     }
 
-    /// Another engine takes its place, with this model.
-    pub fn becomes(&self, model: &str) {
-        *self.state.models.lock() = json!({ "object": "list", "data": [{ "id": model }] });
+    /// Another engine takes its place, with these names of its model.
+    pub fn becomes(&self, names: &[&str]) {
+        let cards: Vec<Value> = names.iter().map(|name| json!({ "id": name })).collect();
+        *self.state.models.lock() = json!({ "object": "list", "data": cards });
     }
 
     /// From now on it tells this at `path`.

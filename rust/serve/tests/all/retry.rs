@@ -496,7 +496,7 @@ async fn a_model_that_no_worker_knows_any_more_is_404() {
 async fn a_worker_that_became_another_s_is_asked_for_its_models_again() {
     let stage = Stage::new(|options| options.own.health_interval = Duration::from_secs(3_600));
     let (other, good) = (stage.engine().await, stage.engine().await);
-    other.becomes("n");
+    other.becomes(&["n"]);
     other.answers(404, json!({ "error": { "message": "The model `m` does not exist." } }));
     // A request that meets it goes to another worker.
     for n in 0..4 {
