@@ -285,7 +285,7 @@ impl Tries {
             || self.plan.ask(self.part(), None, |ask| pool.selector.most_held_tokens(ask));
         // Unhealthy workers are excluded for all requests, so they do not make this one special.
         let is_open =
-            || request.is_open() && self.tried.is_empty() && self.plan.route.extra_name.is_none();
+            || request.is_open() && self.tried.is_empty() && self.plan.suits_all(&pool.members());
         let isl_tokens = request.prompt.isl_tokens;
         let outcome =
             queue::pass(line, &request.wish, isl_tokens, cached_tokens, is_open, book).await;

@@ -249,11 +249,8 @@ impl Plan {
     ) -> T {
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, part.tried);
-        let is_open = part.tried.is_empty()
-            && self.route.extra_name.is_none()
-            && members.are_all_healthy()
-            && (self.call.api().is_for_runtime()
-                || members.all().all(|engine| self.call.fits(engine)));
+        let is_open =
+            part.tried.is_empty() && members.are_all_healthy() && self.suits_all(&members);
         let is_eligible: Option<&dyn Fn(Worker) -> bool> =
             if is_open { None } else { Some(&is_eligible) };
         self.request.ask(is_eligible, advice, |ask| {
@@ -265,6 +262,13 @@ impl Plan {
             }
             act(&ask)
         })
+    }
+
+    /// Whether every worker of the pool can serve it.
+    pub fn suits_all(&self, members: &Members) -> bool {
+        self.route.extra_name.is_none()
+            && (self.call.api().is_for_runtime()
+                || members.all().all(|engine| self.call.fits(engine)))
     }
 
     fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {

@@ -4,8 +4,10 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvflash_core::fair::LineOrder;
 use kvflash_core::policy::Policy;
-use kvflash_serve::frontend::{FairnessOptions, Identity};
+use kvflash_core::select::{QueueOptions, QueueThreshold};
+use kvflash_serve::frontend::{FairnessOptions, FrontendOptions, Identity};
 use kvflash_serve::{Key, Pass, Role};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -265,6 +267,10 @@ async fn a_key_may_be_told_of_overlaps() {
 
 /// A frontend with a secret for salts.
 fn isolating() -> Stage {
+    isolating_with(|_| ())
+}
+
+fn isolating_with(change: impl FnOnce(&mut FrontendOptions)) -> Stage {
     let path = std::env::temp_dir().join(format!("kvflash-salts-{}", std::process::id()));
     let mut file = std::fs::File::create(&path).unwrap();
     file.write_all(b"0123456789abcdef").unwrap();
@@ -273,6 +279,7 @@ fn isolating() -> Stage {
         options.own.expose_overlap = true;
         options.own.salt_secret_file = Some(path);
         options.own.health_interval = Duration::from_millis(20);
+        change(options);
     })
 }
 
@@ -391,6 +398,37 @@ async fn messages_of_an_isolated_tenant_go_only_to_engines_that_read_their_salt(
     assert_eq!(answer.status, 503, "{}", answer.text());
     let told = "3 registered, 2 healthy, of which 2 do not read cache_salt in /v1/messages";
     assert!(answer.text().contains(told), "{}", answer.text());
+}
+
+#[tokio::test]
+async fn a_tenant_that_waits_for_engines_that_read_its_salt_holds_up_no_other() {
+    let stage = isolating_with(|options| {
+        let threshold = QueueThreshold { batches: 1.0, batched_tokens: 1_000 };
+        let (order, limit, max_wait) = (LineOrder::Fcfs, 10, Duration::from_secs(60));
+        options.routing.queue = Some(QueueOptions { threshold, order, limit, max_wait });
+    });
+    let [old, new] = [Engine::start(&[]).await, Engine::start(&[]).await];
+    for (engine, version) in [(&old, "0.31.2"), (&new, "0.32.0")] {
+        engine.tells("/version", json!({ "version": version }));
+        engine.renders(|_| None);
+    }
+    let old = stage.add(old, json!({})).await;
+    let mut new = stage.add(new, json!({})).await.by_hand();
+    let client = Key { is_isolated: true, ..key("a") };
+    let said = json!({ "role": "user", "content": "word ".repeat(4_000) });
+    let body = json!({ "model": "m", "max_tokens": 1, "messages": [said] });
+    let message = || stage.post_beside(&client, "/v1/messages", &[], body.clone());
+    let first = message();
+    let asked = new.next().await;
+    let second = message();
+    stage.until_metric("queue_pending_requests{model=\"m\"}", 1.0).await;
+    let other = stage.ask_as(&key("b"), &[], &prompt(0..40)).await;
+    assert_eq!((other.status, other.worker()), (200, old.id));
+    asked.done().await;
+    new.next().await.done().await;
+    for one in [first, second] {
+        assert_eq!(one.await.unwrap().status, 200);
+    }
 }
 
 #[tokio::test]
