@@ -15,6 +15,8 @@ use super::api::{Api, Form, Row, Weight};
 pub(crate) struct UsageScanner {
     /// None if the answer reports no usage of its own: no model ran for it.
     names: Option<&'static Names>,
+    /// Finds the counts of an answer that also repeats its request.
+    objects: Option<UsageObjects>,
     /// End of the previous chunk, to find a name or number that was split.
     carry: Vec<u8>,
     /// Of the whole prompt, or without the cached part if that is counted separately.
@@ -92,7 +94,8 @@ impl UsageScanner {
             (_, Form::Responses) => &RESPONSES,
             (_, Form::Anthropic) => &ANTHROPIC,
         });
-        Self { names, ..Self::default() }
+        let repeats_request = row.form == Form::Responses;
+        Self { names, objects: repeats_request.then(UsageObjects::default), ..Self::default() }
     }
 
     pub fn feed(&mut self, chunk: &[u8]) {
@@ -103,6 +106,11 @@ impl UsageScanner {
         for object in data.filter_map(object) {
             self.events += 1;
             self.has_error |= ERRORS.iter().any(|begin| object.starts_with(begin));
+        }
+        if let Some(objects) = &mut self.objects {
+            for object in objects.feed(chunk) {
+                self.count(&object);
+            }
         }
         if self.carry.is_empty() {
             self.scan(chunk);
@@ -124,11 +132,16 @@ impl UsageScanner {
     }
 
     fn scan(&mut self, bytes: &[u8]) {
-        let Some(Names { prompt, cached, completion, created, are_final, end }) = self.names else {
-            return;
-        };
+        let Some(Names { are_final, end, .. }) = self.names else { return };
         self.is_final |= are_final.is_some_and(|are_final| are_final(bytes));
         self.is_over |= end.find(bytes).is_some();
+        if self.objects.is_none() {
+            self.count(bytes);
+        }
+    }
+
+    fn count(&mut self, bytes: &[u8]) {
+        let Some(Names { prompt, cached, completion, created, .. }) = self.names else { return };
         // Nearly every chunk has no usage at all.
         for at in COUNT.find_iter(bytes) {
             let (before, after) = bytes.split_at(at + COUNT.needle().len());
@@ -167,6 +180,73 @@ impl UsageScanner {
             cached_tokens: self.cached_tokens,
             output_tokens: self.completion_tokens.or(self.names.map(|_| self.events)),
         }
+    }
+}
+
+/// Finds the object `usage` of an answer to `/v1/responses`, or of the response in each event. The answer also repeats
+/// tools, metadata and the like of its request, where a client may choose the same names.
+#[derive(Debug, Default)]
+struct UsageObjects {
+    /// Depth of the fields of the response: 1, in events 2; 0 before the first byte.
+    level: u32,
+    depth: u32,
+    is_in_string: bool,
+    is_escaped: bool,
+    /// The last string, or its beginning.
+    name: Vec<u8>,
+    /// The last name was `usage`, and its value follows.
+    is_named: bool,
+    /// The object so far; empty outside.
+    object: Vec<u8>,
+}
+
+/// Size limit of such an object, and of a name, in bytes.
+const MAX_OBJECT_BYTES: usize = 4_096;
+const MAX_FIELD_BYTES: usize = 16;
+
+impl UsageObjects {
+    /// The objects that end in this part of an answer.
+    fn feed(&mut self, chunk: &[u8]) -> Vec<Vec<u8>> {
+        let mut ended = Vec::new();
+        for &byte in chunk {
+            if self.level == 0 && !byte.is_ascii_whitespace() {
+                self.level = if byte == b'{' { 1 } else { 2 };
+            }
+            if !self.object.is_empty() && self.object.len() < MAX_OBJECT_BYTES {
+                self.object.push(byte);
+            }
+            if self.is_in_string {
+                let is_end = byte == b'"' && !self.is_escaped;
+                self.is_escaped = byte == b'\\' && !self.is_escaped;
+                self.is_in_string = !is_end;
+                if !is_end && self.name.len() < MAX_FIELD_BYTES {
+                    self.name.push(byte);
+                }
+                continue;
+            }
+            let is_named = std::mem::take(&mut self.is_named);
+            match byte {
+                b'"' => {
+                    self.is_in_string = true;
+                    self.name.clear();
+                }
+                b':' => self.is_named = self.depth == self.level && self.name == b"usage",
+                b'{' | b'[' => {
+                    if is_named && byte == b'{' {
+                        self.object.push(byte);
+                    }
+                    self.depth += 1;
+                }
+                b'}' | b']' => {
+                    self.depth = self.depth.saturating_sub(1);
+                    if self.depth == self.level && !self.object.is_empty() {
+                        ended.push(std::mem::take(&mut self.object));
+                    }
+                }
+                _ => self.is_named = is_named && byte.is_ascii_whitespace(),
+            }
+        }
+        ended
     }
 }
 

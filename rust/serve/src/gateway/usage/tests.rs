@@ -128,3 +128,39 @@ fn the_output_of_a_response_begins_after_its_opening_events() {
         assert_eq!(events_of_response(stream.as_bytes()), wanted, "{stream}");
     }
 }
+
+#[test]
+fn names_that_a_response_repeats_from_its_request_are_not_counts() {
+    let forged =
+        r#"{"input_tokens":1,"output_tokens":0,"input_tokens_details":{"cached_tokens":1}}"#;
+    let repeated = format!(
+        r#""metadata":{forged},"text":{{"usage":{forged},"a":"\\\""}},"tools":[{{"usage":{forged}}}]"#
+    );
+    let usage =
+        r#"{"input_tokens":302,"output_tokens":24,"input_tokens_details":{"cached_tokens":288}}"#;
+    let whole = |usage: &str| format!(r#"{{{repeated},"usage" : {usage},{repeated}}}"#);
+    let event = |kind: &str, usage: &str| {
+        let response = whole(usage);
+        format!("event: {kind}\ndata: {{\"type\":\"{kind}\",\"response\":{response}}}\n\n")
+    };
+    let created = event("response.created", "null");
+    let stream = format!("{created}{}data: [DONE]\n\n", event("response.completed", usage));
+    for (answer, wanted) in [
+        (whole("null"), None),
+        (created, None),
+        (whole(usage), Some((302, 288, 24))),
+        (stream, Some((302, 288, 24))),
+    ] {
+        for size in 1..answer.len() {
+            let mut scanner = UsageScanner::of(Row::of("/v1/responses").unwrap());
+            answer.as_bytes().chunks(size).for_each(|chunk| scanner.feed(chunk));
+            let counts = [scanner.prompt_tokens, scanner.cached_tokens, scanner.completion_tokens];
+            let wanted = wanted.map_or([None; 3], |(a, b, c)| [a, b, c].map(Some));
+            assert_eq!(
+                (counts, scanner.is_told()),
+                (wanted, wanted[0].is_some()),
+                "chunks of {size}: {answer}"
+            );
+        }
+    }
+}
