@@ -75,7 +75,7 @@ impl Compute {
         self.waited.observe(began.elapsed().as_secs_f64());
         let turn = turn.map_err(|_| Busy)?;
         // It is charged whatever its result.
-        turn.answered();
+        turn.charges(true);
         let done = match self.threads.use_pool() {
             Some(pool) => block_in_place(|| pool.install(job)),
             None => block_in_place(job),

@@ -354,6 +354,12 @@ impl Plan {
         input_tokens.saturating_sub(cached_tokens)
     }
 
+    /// Prompt tokens that the worker of `selection` does not hold.
+    pub fn uncached_at(&self, selection: &Selection) -> u64 {
+        let prompt = &self.request.prompt;
+        prompt.isl_tokens.saturating_sub(prompt.reusable_tokens(selection.overlap_blocks))
+    }
+
     /// The expected cost of the request, with cached tokens at `cached_share` of the full price.
     pub fn cost(&self, cached_share: f64) -> Cost {
         let prompt = &self.request.prompt;

@@ -141,7 +141,8 @@ async fn send(
                 // Nothing would decode what is prefilled now.
                 break;
             }
-            handoff = Box::pin(prefill.hand_off(app)).await?;
+            handoff =
+                Box::pin(prefill.hand_off(app, |computed| in_flight.charge(computed))).await?;
             tries.is_decode_only = !handoff.is_alone();
         }
         let choice = match tries.next().await {
@@ -149,6 +150,7 @@ async fn send(
             Err(error) => return Err(tries.refusal(Some(error))),
         };
         let engine = Arc::clone(&choice.engine);
+        in_flight.charge(Some(plan.uncached_at(&choice.selection)));
         let opened = {
             let open = pin!(worker::open(app, plan, &choice, &handoff));
             choice.watched(open).await
@@ -156,6 +158,7 @@ async fn send(
         let opened = match opened {
             Ok(opened) => opened,
             Err(failed) => {
+                in_flight.charge(None);
                 tries.failed(&engine, failed.clone())?;
                 prefill.decode_failed(handoff.worker(), failed)?;
                 continue;
@@ -175,9 +178,6 @@ async fn send(
             if has_output {
                 choice.booking.first_token();
             }
-            let prompt = &plan.request.prompt;
-            let cached_tokens = prompt.reusable_tokens(selection.overlap_blocks);
-            in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
             if is_first {
                 plan.count(app, &selection);
             }
@@ -185,6 +185,8 @@ async fn send(
             if plan.call.reuses_prefix && tries.is_first() && is_alone {
                 expected = Expectation::of(app, plan, selection);
             }
+        } else {
+            in_flight.charge(None);
         }
         is_first = false;
         let mut delivery = Delivery::new(app, plan, choice, Arc::clone(in_flight), expected);
@@ -202,6 +204,7 @@ async fn send(
                 return Ok(response);
             }
             Err(failed) => {
+                in_flight.charge(None);
                 // What was prefilled for the worker is gone with it.
                 tries.failed(&engine, failed.clone())?;
                 prefill.decode_failed(prefiller, failed)?;
@@ -308,13 +311,17 @@ impl InFlight {
         }
     }
 
-    /// A worker answers, and computes this many tokens of the prompt.
-    pub fn answered(&self, uncached_tokens: u64) {
+    /// A worker gets the request, and computes this many tokens of the prompt, even if the client
+    /// leaves; `None` if it failed or refused: the request costs nothing unless another one answers.
+    pub fn charge(&self, computed_tokens: Option<u64>) {
         if let Some(running) = &self.running {
-            running.computes(uncached_tokens);
+            match computed_tokens {
+                Some(tokens) => running.computes(tokens),
+                None => running.spare(),
+            }
         }
         if let Some(turn) = &self.turn {
-            turn.answered();
+            turn.charges(computed_tokens.is_some());
         }
     }
 }

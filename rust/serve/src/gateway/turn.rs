@@ -202,7 +202,8 @@ impl Drop for Waiting<'_> {
 #[derive(Debug, Default)]
 struct End {
     charged: u64,
-    has_answer: bool,
+    /// A worker has the request, or had it when the client left.
+    is_charged: bool,
     usage: Usage,
 }
 
@@ -214,9 +215,9 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// The request has an answer, which is charged.
-    pub fn answered(&self) {
-        self.end.lock().has_answer = true;
+    /// Whether the request is charged when it ends.
+    pub fn charges(&self, is_charged: bool) {
+        self.end.lock().is_charged = is_charged;
     }
 
     /// Sets the number of tokens generated so far.
@@ -241,7 +242,7 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         let end = std::mem::take(self.end.get_mut());
-        let used = if end.has_answer {
+        let used = if end.is_charged {
             let Usage { input_tokens, cached_tokens, output_tokens } = end.usage;
             Used { input_tokens: input_tokens.zip(cached_tokens), output_tokens }
         } else {

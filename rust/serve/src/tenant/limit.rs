@@ -184,7 +184,7 @@ fn refusal(id: &str, what: &str, wait_ms: u64) -> Reject {
 #[derive(Debug, Default)]
 struct Charge {
     tokens: u64,
-    /// A worker answers: its computation is charged.
+    /// A worker has the request: its computation is charged.
     is_kept: bool,
 }
 
@@ -220,6 +220,11 @@ impl Running {
             std::mem::replace(&mut charge.tokens, tokens)
         };
         self.meter.lock().tokens.take(tokens as f64 - before as f64);
+    }
+
+    /// The worker failed: what it computed is not charged.
+    pub fn spare(&self) {
+        self.charge.lock().is_kept = false;
     }
 
     /// Records the engine's usage of a prompt; without a count of cached tokens, the expected one

@@ -1,5 +1,6 @@
 //! Clients with keys: their limits, what of their requests reaches an engine, and tenants that share no cache.
 
+use std::collections::VecDeque;
 use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
@@ -89,6 +90,27 @@ async fn what_the_engine_says_it_had_cached_is_not_charged() {
 }
 
 #[tokio::test]
+async fn a_client_that_leaves_pays_for_what_its_worker_computes() {
+    let stage = kv();
+    let mut engine = stage.engine().await.by_hand();
+    let client = Key { tpm: Some(200), ..key("a") };
+    let gone = stage.send_as(&client, &[], prompt(0..161));
+    let asked = engine.next().await;
+    gone.abort();
+    asked.gone().await;
+    stage.until_idle().await;
+    let next = stage.send_as(&client, &[], prompt(500..530));
+    engine.next().await.done().await;
+    assert_eq!(left(&next.await.unwrap(), "tokens"), 9, "200 - 161 - 30");
+    // A worker that fails computes for nothing.
+    let failing = stage.send_as(&client, &[], prompt(800..830));
+    drop(engine.next().await);
+    assert_eq!(failing.await.unwrap().status, 502);
+    let charged = "client_uncached_prompt_tokens_total{client=\"a\"}";
+    assert_eq!(stage.metric(charged).await, 191.0);
+}
+
+#[tokio::test]
 async fn requests_at_once_are_limited_until_their_answers_end() {
     let stage = kv();
     let mut engine = stage.engine().await.by_hand();
@@ -158,6 +180,46 @@ async fn turns_go_by_the_key_whatever_a_client_calls_itself() {
     }
     assert!(served.iter().position(|who| who == "victim").unwrap() <= 2, "{served:?}");
     for one in asking {
+        assert_eq!(one.await.unwrap().status, 200);
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_has_had_its_turn() {
+    let stage = Stage::new(|options| {
+        let (queue, weights, identity) = Default::default();
+        options.fairness = Some(FairnessOptions { queue, max_running: 1, weights, identity });
+    });
+    let mut engine = stage.engine().await.by_hand();
+    let ask = |who: &'static str, n: u32| {
+        stage.send_as(&key(who), &[("accept-language", who)], prompt(n..n + 40))
+    };
+    let first = ask("first", 0);
+    let held = engine.next().await;
+    let (mut leaving, mut patient) = (VecDeque::new(), Vec::new());
+    for n in 1..7 {
+        leaving.push_back(ask("leaving", n * 100));
+        stage.until_metric("turns_waiting{model=\"m\"}", f64::from(2 * n - 1)).await;
+        patient.push(ask("patient", n * 100 + 50));
+        stage.until_metric("turns_waiting{model=\"m\"}", f64::from(2 * n)).await;
+    }
+    held.done().await;
+    assert_eq!(first.await.unwrap().status, 200);
+    let mut served = Vec::new();
+    for _ in 0..12 {
+        let asked = engine.next().await;
+        served.push(asked.headers["accept-language"].clone());
+        match served.last().unwrap() == "leaving" {
+            true => {
+                leaving.pop_front().unwrap().abort();
+                asked.gone().await;
+            }
+            false => asked.done().await,
+        }
+    }
+    let turns = served[..6].iter().filter(|who| *who == "patient").count();
+    assert!((2..=4).contains(&turns), "{served:?}");
+    for one in patient {
         assert_eq!(one.await.unwrap().status, 200);
     }
 }

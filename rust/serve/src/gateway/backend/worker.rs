@@ -284,11 +284,16 @@ impl Prefill {
         Ok(())
     }
 
-    /// Prefills the prompt, or starts to.
+    /// Prefills the prompt, or starts to. `charge` gets the tokens that a worker will compute, and
+    /// `None` if it failed.
     ///
     /// # Errors
     /// No worker prefilled, and the decode worker may not do it alone; or the request is invalid.
-    pub async fn hand_off(&mut self, app: &Arc<App>) -> Result<Handoff, Reject> {
+    pub async fn hand_off(
+        &mut self,
+        app: &Arc<App>,
+        charge: impl Fn(Option<u64>),
+    ) -> Result<Handoff, Reject> {
         let last = self.tries.as_ref().and_then(Tries::last);
         let (mut why, mut status) = match last {
             Some(failed) => (failed.message.clone(), failed.status),
@@ -305,6 +310,7 @@ impl Prefill {
                 }
             };
             let engine = Arc::clone(&choice.engine);
+            charge(Some(tries.plan.uncached_at(&choice.selection)));
             match begin(app, &tries.plan, choice).await {
                 Ok(handoff) => {
                     // One that runs beside its decode counts at its end.
@@ -314,6 +320,7 @@ impl Prefill {
                     return Ok(handoff);
                 }
                 Err(failed) => {
+                    charge(None);
                     count(app, "failed");
                     (why, status) = (failed.message.clone(), failed.status);
                     tries.failed(&engine, failed)?;
