@@ -38,6 +38,8 @@ pub(super) struct Delivery {
     lesson: Option<Arc<Lesson>>,
     /// What the engine's own figures are compared with at the end.
     expected: Option<Expectation>,
+    /// This worker computes the prompt; otherwise it counts what it fetched as cached.
+    pub is_alone: bool,
     /// Tokens generated so far, and when the last of them came.
     tokens: u64,
     last_token: Option<Instant>,
@@ -68,6 +70,7 @@ impl Delivery {
             ids,
             lesson,
             expected,
+            is_alone: true,
             tokens: 0,
             last_token: None,
             output_awaited_since: None,
@@ -181,7 +184,8 @@ impl Delivery {
     pub fn used(&self, usage: Usage) {
         let usage = usage.plausible();
         self.booking.used(usage);
-        self.in_flight.used(usage);
+        let cached_tokens = usage.cached_tokens.filter(|_| self.is_alone);
+        self.in_flight.used(Usage { cached_tokens, ..usage });
     }
 }
 

@@ -98,9 +98,11 @@ async fn respond(
     if plan.call.nvext.is_query() {
         return tell_workers(&plan, &prefill).await;
     }
+    // The workers that compute the prompt.
+    let computed = prefill.plan().unwrap_or(&plan);
     let has_token_limit = plan.call.head.caller.key().is_some_and(|key| key.tpm.is_some());
     if let Some(running) = in_flight.running.as_ref().filter(|_| has_token_limit) {
-        running.charge(plan.uncached_tokens()).inspect_err(|_| app.refused("client_limit"))?;
+        running.charge(computed.uncached_tokens()).inspect_err(|_| app.refused("client_limit"))?;
     }
     // Stored responses take no turn: they generate nothing, and a cancellation frees a turn.
     let room = plan.route.pool.waiting.as_ref().filter(|_| !row.names_response());
@@ -108,7 +110,7 @@ async fn respond(
         let client = plan.call.head.client(plan.request.user.as_deref(), &room.options.identity);
         let workers = plan.route.pool.serving();
         let waited = Instant::now();
-        let cost = plan.cost(room.options.queue.cached_share);
+        let cost = computed.cost(room.options.queue.cached_share);
         let turn = room.turn(client.as_name(), cost, plan.urgency.turn(), workers).await;
         app.metrics.turn_seconds.observe(waited.elapsed().as_secs_f64());
         in_flight.turn = Some(turn.map_err(|(cause, reject)| {
@@ -150,7 +152,10 @@ async fn send(
             Err(error) => return Err(tries.refusal(Some(error))),
         };
         let engine = Arc::clone(&choice.engine);
-        in_flight.charge(Some(plan.uncached_at(&choice.selection)));
+        in_flight.charge(Some(match handoff.is_alone() {
+            true => plan.uncached_at(&choice.selection),
+            false => prefill.uncached_tokens,
+        }));
         let opened = {
             let open = pin!(worker::open(app, plan, &choice, &handoff));
             choice.watched(open).await
@@ -190,6 +195,7 @@ async fn send(
         }
         is_first = false;
         let mut delivery = Delivery::new(app, plan, choice, Arc::clone(in_flight), expected);
+        delivery.is_alone = is_alone;
         delivery.output_awaited_since = (!has_output).then_some(began);
         let answered = match opened {
             Opened::OpenAi(opened) => Ok(relay(delivery, plan.call.row, opened)),

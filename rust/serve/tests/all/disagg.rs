@@ -15,7 +15,7 @@ use super::stage::{Stage, prompt, with};
 
 const PREFILLER: &str = "x-kvflash-prefill-worker";
 
-async fn prefiller(stage: &Stage) -> Engine {
+pub async fn prefiller(stage: &Stage) -> Engine {
     let engine = Engine::start(&[]).await;
     engine.answers(200, json!({ "choices": [], "kv_transfer_params": { "remote_port": 9 } }));
     stage.add(engine, json!({ "role": "prefill" })).await

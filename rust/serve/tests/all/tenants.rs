@@ -14,6 +14,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
+use super::disagg::prefiller;
 use super::engine::Engine;
 use super::stage::{Answer, BLOCK, Stage, prompt, until, with};
 
@@ -87,6 +88,25 @@ async fn what_the_engine_says_it_had_cached_is_not_charged() {
     stage.until_healthy(engine.id, true).await;
     let third = stage.ask_as(&client, &[], &prompt(3_000..3_010)).await;
     assert_eq!((third.status, left(&third, "tokens")), (200, 168), "200 - 11 - 11 - 10");
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_prefilled_elsewhere_is_charged_as_that_worker_computes_it() {
+    let stage = kv();
+    let (decode, _prefill) = (stage.engine().await, prefiller(&stage).await);
+    // It fetched the blocks of the prompt.
+    let usage = json!({ "prompt_tokens": 161, "completion_tokens": 1,
+                        "prompt_tokens_details": { "cached_tokens": 160 } });
+    decode.answers(200, json!({ "choices": [], "usage": usage }));
+    let client = Key { tpm: Some(1_000), ..key("a") };
+    // Of the second prompt, the prefill worker holds ten blocks.
+    for (tokens, remaining) in [(0..161, 839), (0..161, 838), (500..661, 677)] {
+        let answer = stage.ask_as(&client, &[], &prompt(tokens)).await;
+        assert_eq!((answer.status, left(&answer, "tokens")), (200, remaining));
+        stage.until_idle().await;
+    }
+    let charged = "client_uncached_prompt_tokens_total{client=\"a\"}";
+    assert_eq!(stage.metric(charged).await, 323.0);
 }
 
 #[tokio::test]

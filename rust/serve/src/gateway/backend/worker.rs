@@ -186,6 +186,8 @@ impl Drop for Pending {
 pub(crate) struct Prefill {
     tries: Option<Tries>,
     is_enforced: bool,
+    /// Prompt tokens that the worker of the last hand-off computes.
+    pub uncached_tokens: u64,
 }
 
 impl Prefill {
@@ -214,7 +216,7 @@ impl Prefill {
             Some(pool) => Some(Tries::new(app, Arc::new(plan.on(app, pool, pinned).await))),
             None => None,
         };
-        Ok(Self { tries, is_enforced })
+        Ok(Self { tries, is_enforced, uncached_tokens: 0 })
     }
 
     /// For an API that one worker serves as a whole.
@@ -231,7 +233,12 @@ impl Prefill {
             );
             return Err(Reject::new(StatusCode::NOT_IMPLEMENTED, message));
         }
-        Ok(Self { tries: None, is_enforced: false })
+        Ok(Self { tries: None, is_enforced: false, uncached_tokens: 0 })
+    }
+
+    /// The request as its prefill workers get it.
+    pub fn plan(&self) -> Option<&Plan> {
+        self.tries.as_ref().map(|tries| &*tries.plan)
     }
 
     /// Whether there is no prefill step.
@@ -310,7 +317,8 @@ impl Prefill {
                 }
             };
             let engine = Arc::clone(&choice.engine);
-            charge(Some(tries.plan.uncached_at(&choice.selection)));
+            self.uncached_tokens = tries.plan.uncached_at(&choice.selection);
+            charge(Some(self.uncached_tokens));
             match begin(app, &tries.plan, choice).await {
                 Ok(handoff) => {
                     // One that runs beside its decode counts at its end.
