@@ -286,10 +286,11 @@ def test_a_snapshot_is_taken_before_the_streams_own_limits_take_the_events(
     ask_nats(env["NATS_SERVER"], create)
     catalog, attached = service(snapshot_threshold=1_000_000)
     worker(1).store(30)
-    until(lambda: attached.stats()["snapshots_total"] >= 1, "a snapshot")
-    assert attached.stats()["purged_messages_total"] == 30
+    # It may be taken before the last events are there.
+    until(lambda: attached.stats()["purged_messages_total"] > 0, "a snapshot")
+    until(lambda: blocks(catalog) == {1: 120}, "events")
     other, late = service()
-    assert blocks(other) == blocks(catalog) == {1: 120}
+    assert blocks(other) == {1: 120}
     assert late.stats()["lost_messages_total"] == 0
 
 
