@@ -242,7 +242,7 @@ def test_what_somebody_deletes_is_announced_again(server: EtcdServer) -> None:
 
     async def scenario() -> None:
         mine = open_discovery("etcd", endpoints=server.url)
-        announcer = Announcer(mine, "the worker", ttl_s=2.0)
+        announcer = Announcer(mine, "the worker", ttl_s=6.0)
         for at in range(3):
             await announcer.announce(f"k/{at}", b"1")
         await announcer.withdraw("k/2")

@@ -162,6 +162,7 @@ class EtcdDiscovery(Discovery):
         """Renew a lease three times per TTL; only etcd knows when it has expired."""
         retry_s, retry_s_max = PAUSE_S[0], min(PAUSE_S[1], ttl_s / 10)
         pause_s = ttl_s / 3
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(pause_s)
             try:
@@ -174,8 +175,16 @@ class EtcdDiscovery(Discovery):
                 retry_s = min(retry_s * 2, retry_s_max)
                 continue
             self._succeeded(lease)
-            retry_s, pause_s = PAUSE_S[0], ttl_s / 3
-            if left_s <= 0 or await self._lacks_keys(lease):
+            retry_s, renewed_s = PAUSE_S[0], loop.time()
+            # The next renewal does not wait for this. (wait_for could swallow a cancellation.)
+            asking = asyncio.create_task(self._lacks_keys(lease))
+            try:
+                answered, _ = await asyncio.wait({asking}, timeout=ttl_s / 3)
+                lacks_keys = any(one.result() for one in answered)
+            finally:
+                asking.cancel()
+            pause_s = max(0.0, renewed_s + ttl_s / 3 - loop.time())
+            if left_s <= 0 or lacks_keys:
                 self._leases.pop(lease, None)
                 self._forget_keys(lease)
                 lease.lost.set()
@@ -189,7 +198,8 @@ class EtcdDiscovery(Discovery):
         try:
             answer = await self._call("lease/timetolive", {"ID": lease.id, "keys": True})
             found = {b64decode(key).decode() for key in answer.get("keys", [])}
-        except (KvflashError, ValueError, TypeError):
+        except Exception:
+            # As for the renewal: nothing ends it.
             return False
         # This process may have deleted some meanwhile.
         return any(key not in found and self._leased.get(key) == lease.id for key in wanted)
