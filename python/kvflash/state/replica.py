@@ -82,7 +82,7 @@ class Replica:
         self.lost_blob: str | None = ""
         # A snapshot that can't be read, and how often that was tried.
         self._unreadable, self._unreadable_times = "", 0
-        #: Incremented whenever a snapshot replaces the state.
+        #: Incremented whenever a snapshot replaces the state, or the log has lost its end.
         self.generation = 0
         self._moved = asyncio.Event()
         self._is_caught_up = asyncio.Event()
@@ -231,7 +231,10 @@ class Replica:
                     *(self.name, last, state.first),
                 )
                 self.is_rolled_back = True
-                applied, covered = state.first - 1, min(covered, state.first - 1)
+                # A snapshot that is being taken claims numbers that are given again.
+                self.generation += 1
+                # Messages before the log's first one may be in the snapshot alone.
+                applied, covered = min(applied, state.first - 1), min(covered, state.first - 1)
             is_behind = state.first > applied + 1 or not self.incarnation
             if pointer is not None and is_behind and (covered > applied or not self.incarnation):
                 if not await self._restore(pointer):

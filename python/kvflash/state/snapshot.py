@@ -270,7 +270,8 @@ class Snapshots:
             if current is None or current.blob != name:
                 await self._blobs.delete(name)
                 return Outcome.FENCED
-        replica.is_rolled_back = False
+        if replica.generation == generation:
+            replica.is_rolled_back = False
         self.stats.snapshots_total += 1
         logger.debug("state of %s: flipped", self._name)
         await self._purge()

@@ -134,7 +134,13 @@ class JetStreamBlobs:
                     left -= len(message.data)
                     yield message.data
             except asyncio.TimeoutError:
-                raise NotFoundError(f"snapshot {name}: {left} bytes are missing") from None
+                why = f"snapshot {name}: {left} bytes are missing"
+                subject = f"$O.{self._bucket}.C.{info.nuid}"
+                held = await self._js.stream_info(f"OBJ_{self._bucket}", subject)
+                if (held.state.subjects or {}).get(subject, 0) >= (info.chunks or 1):
+                    # Slow, or not for this account to read.
+                    raise TransportError(f"{why}, although the server has them") from None
+                raise NotFoundError(why) from None
             finally:
                 await subscription.unsubscribe()
 
