@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _OUTPUT_ERRNOS or error.filename is not None:
             raise
         # Discard what is left in the buffer.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # A reader that has closed the pipe wants no more.
         if error.errno != errno.EPIPE:
             reason = f"standard output can't be written: {error.strerror}"

@@ -5,6 +5,7 @@ One process writes the file at a time, and readers never see a partial file.
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -89,13 +90,16 @@ def _add(path: Path, args: argparse.Namespace) -> None:
         return line(f"sha256${salt}${digest}")
 
     append_line(path, hashed)
-    print(f"added {args.id} to {path}; its key, shown only once:", file=sys.stderr)
     try:
+        if sys.stdout is None:
+            raise OSError(errno.EIO, "there is none")
+        print(f"added {args.id} to {path}; its key, shown only once:", file=sys.stderr)
         print(key, flush=True)
     except OSError:
         # It is useless without its key.
         remove_line(path, args.id)
-        print(f"removed {args.id} again: its key could not be shown", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"removed {args.id} again: its key could not be shown", file=sys.stderr)
         raise
 
 

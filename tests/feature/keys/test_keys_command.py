@@ -250,17 +250,19 @@ def test_writers_at_once_lose_nothing(path: Path) -> None:
     assert sorted(one for one, _ in entries(path.read_text())) == sorted(ids)
 
 
+@pytest.mark.parametrize("where", [">/dev/full", ">&-", "2>/dev/full"])
 def test_a_key_that_could_not_be_shown_is_removed_again(
-    path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
     _add(capsys, "bob", "--role", "client")
     before = path.read_text()
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvflash", "keys", "add", "ann", "--role", "client"],
-            check=False, stdout=full, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"KVFLASH_KEYS_FILE": str(path)},
-        )  # fmt: skip
+    command = f'exec "$0" -m kvflash keys add ann --role client {where}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable],
+        check=False, capture_output=True, text=True,
+        env=os.environ | {"KVFLASH_KEYS_FILE": str(path)},
+    )  # fmt: skip
     assert done.returncode == 1
-    assert "removed ann again: its key could not be shown" in done.stderr
+    if where != "2>/dev/full":
+        assert "removed ann again: its key could not be shown" in done.stderr
     assert path.read_text() == before
