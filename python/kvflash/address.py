@@ -19,7 +19,7 @@ def netloc(host: str) -> str:
 def masked(address: str) -> str:
     """An address with asterisks for its login, which may be without a scheme in front."""
     # Up to the last @: a password may contain / or @.
-    return re.sub(r"^(\w+://)?.*@", r"\1***@", address)
+    return re.sub(r"(?s)^(\w+://)?.*@", r"\1***@", address)
 
 
 def reachable(host: str, own: str | None = None) -> str:

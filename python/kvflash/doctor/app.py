@@ -115,10 +115,11 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
         raise ConfigError(f"at most {MAX_URLS} URLs may be given, got {len(urls)}")
     args.urls = urls
     # Not a flag: every user of the machine can read a command line.
-    text = os.environ.get("KVFLASH_WORKER_API_KEY", "")
-    args.worker_api_key = checked_key(text, "environment variable KVFLASH_WORKER_API_KEY")
     if args.worker_api_key_file is not None:
         args.worker_api_key = read_key(args.worker_api_key_file, "--worker-api-key-file")
+    else:
+        text = os.environ.get("KVFLASH_WORKER_API_KEY", "")
+        args.worker_api_key = checked_key(text, "environment variable KVFLASH_WORKER_API_KEY")
     args.service_key = read_key(args.service_key_file)
     return args
 
