@@ -24,7 +24,8 @@ ROLES = ("agg", "decode", "prefill")
 _ATTEMPTS = 100
 # Flags with which vLLM and SGLang serve HTTPS, or a Unix socket instead of a port.
 _NO_HTTP = ("--ssl-keyfile", "--ssl-certfile", "--uds")
-_PORTS = range(20_000, 32_000)
+# Above are the NodePorts of Kubernetes, SGLang's usual ports, and those of connections.
+_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def _words(text: str) -> list[str]:
 def free_ports(count: int) -> int:
     """The first of ``count`` consecutive free ports; other processes may take them before use.
 
-    They are below those that Linux gives to connections: engines load for minutes before they
+    They are not among those that Linux gives to connections: engines load for minutes before they
     listen, and a connection would not be asked to make room.
     """
     for _ in range(_ATTEMPTS):
@@ -148,12 +149,14 @@ def http_port(arguments: Arguments) -> int:
         if arguments.value(flag) is not None:
             raise ConfigError(
                 f"{flag}: a launched engine is reached over plain HTTP: leave the flag out, or "
-                "start the engine yourself and give its https:// URL to the frontend by --worker"
+                "start the engine yourself and give its URL to the frontend by --worker"
             )
     port = arguments.number("--port")
     if port is None:
         port = free_ports(1)
         arguments.add("--port", port)
+    elif not 1 <= port <= 65_535:
+        raise ConfigError(f"--port must be in 1..=65535, got {port}")
     return port
 
 

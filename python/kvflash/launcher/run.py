@@ -78,14 +78,18 @@ def _url(command: EngineCommand, runtime: DistributedRuntime) -> str:
 
 
 async def _check_port(url: str) -> None:
-    """Refuse an address at which somebody answers: it would be taken for the engine."""
-    parts = urlsplit(url)
+    """Refuse an address at which a server is healthy: it would be taken for the engine."""
+    parts, status = urlsplit(url), b""
     with contextlib.suppress(OSError, asyncio.TimeoutError):
         connecting = asyncio.open_connection(parts.hostname, parts.port)
-        _, writer = await asyncio.wait_for(connecting, CONNECT_S)
-        writer.close()
+        reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
+        # A proxy accepts for an engine that is not there yet, and hangs up or answers 502.
+        with contextlib.closing(writer):
+            writer.write(f"GET /health HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
+            status = await asyncio.wait_for(reader.readline(), CONNECT_S)
+    if b" 200" in status:
         raise ConfigError(
-            f"--port {parts.port}: another process answers at {parts.netloc}; choose another port,"
+            f"--port {parts.port}: another server answers at {parts.netloc}; choose another port,"
             " or stop that process"
         )
 

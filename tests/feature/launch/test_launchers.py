@@ -160,7 +160,7 @@ def test_another_server_at_its_port_is_not_taken_for_the_engine(launch, folder):
     port = str(urlsplit(line["url"]).port)
     process = launch("vllm", "m", "--port", port)
     assert process.popen.wait(30) == 2
-    told = f"--port {port}: another process answers at 127.0.0.1:{port}; choose another port"
+    told = f"--port {port}: another server answers at 127.0.0.1:{port}; choose another port"
     until(lambda: told in "".join(process.errors), "the log")
     assert "starting" not in "".join(process.errors)
     instances = [key for key in found(folder) if "/instances/" in key]
@@ -183,8 +183,9 @@ def test_an_engine_is_kept_while_discovery_fails_and_registered_when_it_is_back(
         number = ready(process, "vllm")["instance_id"]
         assert f"v1/instances/dynamo/backend/generate/{number}" in found(folder)
         assert child_of(process) == pid
-        log = "".join(process.errors)
-        assert log.count(said) == 1 and "discovery takes the engine after at least" in log
+        back = "discovery takes the engine after at least"
+        until(lambda: back in "".join(process.errors), "the end of the failure to be said")
+        assert "".join(process.errors).count(said) == 1
     assert process.terminate() == 0
     assert gone(pid)
 
