@@ -321,10 +321,8 @@ def test_a_prefill_whose_decode_failed_is_no_load_to_the_next_one(flag: str) -> 
 
     def decode(ask: Ask) -> bool | None:
         decodes.append(ask)
-        if len(decodes) > 1:
-            return bool(say("hello")(ask))
-        until(lambda: prefill.received, "the prefill to have begun")
-        return die(ask)
+        until(lambda: len(prefill.received) == len(decodes), "the prefill to have begun")
+        return bool(say("hello")(ask)) if len(decodes) > 1 else die(ask)
 
     def prefill_anew(ask: Ask) -> bool | None:
         return hang(ask) if len(prefill.received) < 2 else prefilled(ask)

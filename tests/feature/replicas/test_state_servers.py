@@ -274,7 +274,7 @@ def test_a_snapshot_is_taken_by_age_before_retention_takes_the_events(worker, se
     assert blocks(other) == {1: 40}
 
 
-@pytest.mark.parametrize("limits", [{"max_age": 6.0}, {"max_bytes": 20_000}, {"max_msgs": 40}])
+@pytest.mark.parametrize("limits", [{"max_age": 10.0}, {"max_bytes": 20_000}, {"max_msgs": 40}])
 def test_a_snapshot_is_taken_before_the_streams_own_limits_take_the_events(
     env, worker, service, limits: dict[str, Any]
 ) -> None:
