@@ -531,6 +531,8 @@ impl Tables {
         }
         if self.emptied.len() > MAX_EMPTIED
             && let Some(key) = self.emptied.pop_front()
+            && !self.is_used(&key)
+            && self.models.get(&key).is_some_and(|model| !model.is_kept())
         {
             self.models.remove(&key);
         }
