@@ -72,8 +72,9 @@ impl FrontendOptions {
     /// `Config` if it is given twice, or its file is unreadable or empty.
     pub(super) fn api_key(&self) -> Result<Option<String>> {
         let Some(path) = &self.worker_api_key_file else {
-            // In a variable, a secret often ends in a newline.
-            return Ok(self.worker_api_key.as_deref().map(|key| key.trim().to_owned()));
+            // In a variable, a secret often ends in a newline, or is one.
+            let key = self.worker_api_key.as_deref().map(str::trim);
+            return Ok(key.filter(|key| !key.is_empty()).map(str::to_owned));
         };
         let wrong =
             |why: String| Error::Config(format!("--worker-api-key-file {}: {why}", path.display()));
