@@ -503,10 +503,18 @@ def test_client_that_leaves_ends_its_request_at_the_engine(
         assert decision["outcome"] == "client_gone"
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-def test_client_that_leaves_at_the_last_event_has_its_whole_answer(path: str) -> None:
-    last = {CHAT: DONE, "/v1/messages": b'data: {"type": "message_stop"}\n\n'}[path]
-
+@pytest.mark.parametrize(
+    ("path", "last", "outcome"),
+    [
+        (CHAT, DONE, "complete"),
+        ("/v1/messages", b'data: {"type": "message_stop"}\n\n', "complete"),
+        # Clients close at an error, too.
+        (CHAT, b'data: {"error": {"code": 500}}\n\n', "broken"),
+    ],
+)
+def test_client_that_leaves_at_the_last_event_has_its_whole_answer(
+    path: str, last: bytes, outcome: str
+) -> None:
     def answer(exchange: Exchange) -> None:
         exchange.open_stream()
         exchange.chunk(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
@@ -522,7 +530,7 @@ def test_client_that_leaves_at_the_last_event_has_its_whole_answer(path: str) ->
         call.hang_up()
         frontend.wait_idle()
         (decision,) = frontend.http.get("/why/r")["decisions"]
-        assert decision["outcome"] == "complete"
+        assert decision["outcome"] == outcome
         assert frontend.metric("kvflash_clients_gone_total") == 0
 
 

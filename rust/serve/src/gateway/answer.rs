@@ -15,7 +15,7 @@ use kvflash_core::select;
 use serde_json::{Value, json};
 
 use super::api::Api;
-use super::attempts::Failed;
+use super::attempts::{Failed, PREFILL_FAILED};
 use super::backend::plane::{Opened, failed};
 use super::backend::worker::Handoff;
 use super::book::kept_alive;
@@ -153,8 +153,18 @@ impl Answer {
         let (mut message, mut collected) = (Message::default(), Collected::default());
         while self.end == End::Open {
             let next = self.next().await;
-            next.and_then(|payload| self.gather(payload, &mut message, &mut collected))
-                .map_err(|error| self.broken(error))?;
+            let taken = next.and_then(|payload| self.gather(payload, &mut message, &mut collected));
+            if let Err(error) = taken {
+                let beside =
+                    self.handoff.failed().filter(|_| matches!(error.cause, Cause::Prefill));
+                let failed = self.broken(error);
+                // Its load must not count against the next prefill.
+                self.handoff.end().await;
+                return Err(match beside {
+                    Some(beside) => Failed { cause: PREFILL_FAILED, ..beside },
+                    None => failed,
+                });
+            }
         }
         let answer = match &self.writing {
             Some(writing) => {

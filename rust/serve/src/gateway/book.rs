@@ -144,10 +144,15 @@ impl Tries {
         self.plan.call.max_attempts.map_or(limit, |own| own.min(limit))
     }
 
-    /// Whether a healthy worker has not been tried yet.
+    /// Whether a worker that could take the request has not been tried yet.
     pub fn has_untried(&self) -> bool {
-        let members = self.plan.route.pool.members();
-        members.all().any(|one| one.is_healthy() && !self.tried.contains(&one.id))
+        let pool = &self.plan.route.pool;
+        let (members, draining) = (pool.members(), pool.selector.draining.all());
+        members.all().any(|one| {
+            let worker = Worker::new(one.id, 0);
+            draining.binary_search(&one.id).is_err()
+                && self.plan.is_eligible(&members, worker, &self.tried)
+        })
     }
 
     /// Records that a worker answers.

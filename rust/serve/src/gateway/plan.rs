@@ -266,12 +266,20 @@ impl Plan {
 
     /// Whether every worker of the pool can serve it.
     pub fn suits_all(&self, members: &Members) -> bool {
-        self.route.extra_name.is_none()
+        self.route
+            .extra_name
+            .as_deref()
+            .is_none_or(|name| members.all().all(|one| one.serves(name)))
             && (self.call.api().is_for_runtime()
                 || members.all().all(|engine| self.call.fits(engine)))
     }
 
-    fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
+    pub(super) fn is_eligible(
+        &self,
+        members: &Members,
+        worker: Worker,
+        tried: &[InstanceId],
+    ) -> bool {
         members.is_eligible(worker, tried)
             && members.get(worker.instance_id).is_some_and(|engine| self.call.fits(engine))
             && self.route.extra_name.as_deref().is_none_or(|name| {

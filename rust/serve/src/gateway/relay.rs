@@ -441,10 +441,16 @@ impl Body for Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        self.delivery.used(self.scanner.usage());
+        let is_told = self.scanner.is_told() || self.scanner.has_error;
+        let mut usage = self.scanner.usage();
+        if self.delivery.output_awaited_since.is_some() && !is_told {
+            // Only the events before the output came.
+            usage.output_tokens = Some(0);
+        }
+        self.delivery.used(usage);
         match self.end {
-            // The engine has already reported its usage: only the end of the stream is missing.
-            End::Open if self.scanner.is_told() => self.finish(),
+            // The engine has already reported its usage or an error: only the end of the stream is missing.
+            End::Open if is_told => self.finish(),
             End::Open => self.delivery.abandoned(),
             End::Complete | End::Broken => {}
         }

@@ -149,7 +149,10 @@ async fn send(
         }
         let choice = match tries.next().await {
             Ok(choice) => choice,
-            Err(error) => return Err(tries.refusal(Some(error))),
+            Err(error) => {
+                in_flight.charge(None);
+                return Err(tries.refusal(Some(error)));
+            }
         };
         let engine = Arc::clone(&choice.engine);
         in_flight.charge(Some(match handoff.is_alone() {

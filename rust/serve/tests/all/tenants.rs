@@ -110,6 +110,19 @@ async fn a_prompt_that_is_prefilled_elsewhere_is_charged_as_that_worker_computes
 }
 
 #[tokio::test]
+async fn a_prefill_without_a_worker_to_decode_costs_nothing() {
+    let stage = kv();
+    let (decode, prefill) = (stage.engine().await, prefiller(&stage).await);
+    decode.health(500);
+    stage.until_healthy(decode.id, false).await;
+    let client = Key { tpm: Some(1_000), ..key("a") };
+    let answer = stage.ask_as(&client, &[], &prompt(0..161)).await;
+    assert_eq!((answer.status, prefill.count()), (503, 1));
+    let charged = "client_uncached_prompt_tokens_total{client=\"a\"}";
+    assert_eq!(stage.metric(charged).await, 0.0);
+}
+
+#[tokio::test]
 async fn a_client_that_leaves_pays_for_what_its_worker_computes() {
     let stage = kv();
     let mut engine = stage.engine().await.by_hand();

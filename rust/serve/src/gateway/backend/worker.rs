@@ -155,6 +155,14 @@ impl Handoff {
         }
     }
 
+    /// How the concurrent prefill has failed, if it has.
+    pub fn failed(&self) -> Option<Failed> {
+        match self {
+            Self::Beside { pending, .. } => pending.failed.borrow().clone(),
+            _ => None,
+        }
+    }
+
     /// Ends a concurrent prefill; when this returns, its load is free.
     pub async fn end(&mut self) {
         if let Self::Beside { pending, .. } = self
