@@ -92,7 +92,7 @@ def _add(path: Path, args: argparse.Namespace) -> None:
     append_line(path, hashed)
     try:
         if sys.stdout is None:
-            raise OSError(errno.EIO, "there is none")
+            raise OSError(errno.EIO, "it is closed")
         print(f"added {args.id} to {path}; its key, shown only once:", file=sys.stderr)
         print(key, flush=True)
     except OSError:
