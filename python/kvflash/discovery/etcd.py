@@ -138,7 +138,10 @@ class EtcdDiscovery(Discovery):
                 body = {"compare": [absent], "success": [{"request_put": put}]}
                 if (await self._call("kv/txn", body)).get("succeeded") is not True:
                     return False
-            self._leased[key] = lease_id
+            if lease_id:
+                self._leased[key] = lease_id
+            else:
+                self._leased.pop(key, None)
             return True
         except _RefusedError as error:
             if error.code == NOT_FOUND:
@@ -176,36 +179,39 @@ class EtcdDiscovery(Discovery):
                 continue
             self._succeeded(lease)
             retry_s, renewed_s = PAUSE_S[0], loop.time()
-            # The next renewal does not wait for this. (wait_for could swallow a cancellation.)
-            asking = asyncio.create_task(self._lacks_keys(lease))
-            try:
-                answered, _ = await asyncio.wait({asking}, timeout=ttl_s / 3)
-                lacks_keys = any(one.result() for one in answered)
-            finally:
-                asking.cancel()
-            pause_s = max(0.0, renewed_s + ttl_s / 3 - loop.time())
-            if left_s <= 0 or lacks_keys:
+            # The next renewal does not wait for the keys.
+            if left_s <= 0 or await self._lacks_keys(lease, ttl_s / 3):
                 self._leases.pop(lease, None)
                 self._forget_keys(lease)
                 lease.lost.set()
                 return
+            pause_s = max(0.0, renewed_s + ttl_s / 3 - loop.time())
 
-    async def _lacks_keys(self, lease: Lease) -> bool:
-        """Whether others, such as an operator, have deleted keys of a lease."""
-        wanted = [key for key, lease_id in self._leased.items() if lease_id == lease.id]
+    async def _lacks_keys(self, lease: Lease, limit_s: float) -> bool:
+        """Whether others, such as an operator, have deleted keys of a lease; False if unknown."""
+        wanted = self._keys_of(lease)
         if not wanted:
             return False
+        question = {"ID": lease.id, "keys": True}
+        asking = asyncio.ensure_future(self._call("lease/timetolive", question))
         try:
-            answer = await self._call("lease/timetolive", {"ID": lease.id, "keys": True})
-            found = {b64decode(key).decode() for key in answer.get("keys", [])}
+            # Until Python 3.12, wait_for may swallow a cancellation.
+            if not (await asyncio.wait({asking}, timeout=limit_s))[0]:
+                return False
+            found = {b64decode(key).decode() for key in asking.result().get("keys", [])}
         except Exception:
             # As for the renewal: nothing ends it.
             return False
+        finally:
+            asking.cancel()
         # This process may have deleted some meanwhile.
-        return any(key not in found and self._leased.get(key) == lease.id for key in wanted)
+        return not found.issuperset(set(wanted).intersection(self._keys_of(lease)))
+
+    def _keys_of(self, lease: Lease) -> list[str]:
+        return [key for key, lease_id in self._leased.items() if lease_id == lease.id]
 
     def _forget_keys(self, lease: Lease) -> None:
-        for key in [key for key, lease_id in self._leased.items() if lease_id == lease.id]:
+        for key in self._keys_of(lease):
             del self._leased[key]
 
     async def _call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
