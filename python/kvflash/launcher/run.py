@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvflash.address import reachable
+from kvflash.ask import ask
 from kvflash.console import LogLine, announce, log_to_stderr, refuse
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
@@ -79,15 +79,10 @@ def _url(command: EngineCommand, runtime: DistributedRuntime) -> str:
 
 async def _check_port(url: str) -> None:
     """Refuse an address at which a server is healthy: it would be taken for the engine."""
-    parts, status = urlsplit(url), b""
-    with contextlib.suppress(OSError, asyncio.TimeoutError):
-        connecting = asyncio.open_connection(parts.hostname, parts.port)
-        reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
-        # A proxy accepts for an engine that is not there yet, and hangs up or answers 502.
-        with contextlib.closing(writer):
-            writer.write(f"GET /health HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
-            status = await asyncio.wait_for(reader.readline(), CONNECT_S)
-    if b" 200" in status:
+    # A proxy accepts for an engine that is not there yet, and hangs up or answers 502.
+    answer = await asyncio.to_thread(ask, url, "/health", timeout_s=CONNECT_S)
+    if answer.status == 200:
+        parts = urlsplit(url)
         raise ConfigError(
             f"--port {parts.port}: another server answers at {parts.netloc}; choose another port,"
             " or stop that process"
