@@ -539,8 +539,13 @@ impl Tables {
     }
 
     fn is_used(&self, key: &ModelKey) -> bool {
-        self.publishers.values().any(|other| other.model.key == *key)
-            || self.recovered.values().any(|past| past.model.key == *key)
+        self.used().any(|used| used == key)
+    }
+
+    /// The models of publishers and of their blocks; some several times.
+    fn used(&self) -> impl Iterator<Item = &ModelKey> {
+        let of_publishers = self.publishers.values().map(|publisher| &publisher.model.key);
+        of_publishers.chain(self.recovered.values().map(|past| &past.model.key))
     }
 
     /// Checks that another publisher of the instance may have a socket. Other instances of its host
@@ -578,13 +583,12 @@ impl Tables {
     /// # Cost
     /// O(models + publishers).
     fn drop_unused(&mut self) -> bool {
-        let of_publishers = self.publishers.values().map(|publisher| &publisher.model.key);
-        let of_recovered = self.recovered.values().map(|past| &past.model.key);
-        let used: HashSet<&ModelKey> = of_publishers.chain(of_recovered).collect();
+        let used: HashSet<&ModelKey> = self.used().collect();
         let is_unused = |model: &&Arc<ModelIndex>| !model.is_kept() && !used.contains(&model.key);
         let Some(key) = self.models.values().find(is_unused).map(|model| model.key.clone()) else {
             return false;
         };
+        drop(used);
         self.models.remove(&key).is_some()
     }
 
