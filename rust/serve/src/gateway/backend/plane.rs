@@ -120,7 +120,7 @@ async fn send(
     let id = &plan.call.request_id;
     let to_first_item = async {
         let sent = if member.spec.card.model_input == ModelInput::Text {
-            let body = text_body(plan, is_prefill, prefill_result, bootstrap_info)?;
+            let body = text_body(plan, is_prefill, prefill_result, bootstrap_info, unready)?;
             member.plane.call(id, &member.spec, &body).await
         } else {
             let (Some(tokens), Some(generation)) = (&plan.tokens, &plan.generation) else {
@@ -136,7 +136,7 @@ async fn send(
                 output_options: json!({}),
                 eos_token_ids: text.map(|text| &*text.eos_token_ids).unwrap_or_default(),
                 annotations: plan.call.nvext.annotations(),
-                lora_name: plan.route.lora_name.as_deref(),
+                lora_name: plan.route.lora_name(),
                 cache_salt: plan.cache_salt.as_deref(),
                 dp_rank: (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank),
                 estimated_prefix_hit_num_blocks: choice.selection.overlap_blocks,
@@ -201,12 +201,12 @@ fn text_body(
     is_prefill: bool,
     prefill_result: Option<&rmpv::Value>,
     bootstrap_info: Option<&BootstrapInfo>,
+    unready: impl Fn(&str) -> Failed,
 ) -> Result<Value, Failed> {
     let (body, api) = (&plan.call.body, plan.call.api());
     let bytes = if is_prefill { openai::prefill_body(body, api) } else { body.bytes().clone() };
-    let mut fields: Map<String, Value> = serde_json::from_slice(&bytes).map_err(|error| {
-        Failed::new("not_ready", error.to_string(), StatusCode::SERVICE_UNAVAILABLE)
-    })?;
+    let mut fields: Map<String, Value> =
+        serde_json::from_slice(&bytes).map_err(|error| unready(&error.to_string()))?;
     if let Some(params) = prefill_result {
         fields.insert(openai::PARAMS.to_owned(), openai::transfer_params(params)?);
     }
