@@ -39,23 +39,26 @@ pub(super) struct Delivery {
     /// What the engine's own figures are compared with at the end.
     expected: Option<Expectation>,
     /// This worker computes the prompt; otherwise it counts what it fetched as cached.
-    pub is_alone: bool,
+    is_alone: bool,
     /// Tokens generated so far, and when the last of them came.
     tokens: u64,
     last_token: Option<Instant>,
     /// Since when the model's output is awaited, after events that come before it.
-    pub output_awaited_since: Option<std::time::Instant>,
+    output_awaited_since: Option<std::time::Instant>,
 }
 
 impl Delivery {
     /// For a worker that answers `plan`'s request; `expected` if its answer is evidence about its
-    /// events.
+    /// events, `is_alone` if the worker computes the prompt, `output_awaited_since` if the model's
+    /// output is still to come.
     pub fn new(
         app: &Arc<App>,
         plan: &Plan,
         choice: Choice,
         in_flight: Arc<InFlight>,
         expected: Option<Expectation>,
+        is_alone: bool,
+        output_awaited_since: Option<std::time::Instant>,
     ) -> Self {
         let Choice { engine, booking, .. } = choice;
         let (app, counted) = (Arc::clone(app), plan.prompt_tokens());
@@ -70,10 +73,10 @@ impl Delivery {
             ids,
             lesson,
             expected,
-            is_alone: true,
+            is_alone,
             tokens: 0,
             last_token: None,
-            output_awaited_since: None,
+            output_awaited_since,
         }
     }
 

@@ -197,9 +197,8 @@ async fn send(
             in_flight.charge(None);
         }
         is_first = false;
-        let mut delivery = Delivery::new(app, plan, choice, Arc::clone(in_flight), expected);
-        delivery.is_alone = is_alone;
-        delivery.output_awaited_since = (!has_output).then_some(began);
+        let (in_flight_too, awaited) = (Arc::clone(in_flight), (!has_output).then_some(began));
+        let delivery = Delivery::new(app, plan, choice, in_flight_too, expected, is_alone, awaited);
         let answered = match opened {
             Opened::OpenAi(opened) => Ok(relay(delivery, plan.call.row, opened)),
             Opened::Plane(opened) => {
