@@ -366,10 +366,21 @@ impl Pool {
 #[derive(Clone)]
 pub(crate) struct Route {
     pub pool: Arc<Pool>,
-    /// The adapter, if the name is one.
-    pub lora_name: Option<String>,
     /// The name, if workers of the pool may lack it: an adapter, or another name of the model.
     pub extra_name: Option<String>,
+    pub is_adapter: bool,
+}
+
+impl Route {
+    /// The adapter, if the name is one.
+    pub fn lora_name(&self) -> Option<&str> {
+        self.extra_name.as_deref().filter(|_| self.is_adapter)
+    }
+
+    /// Whether `engine` has the name.
+    pub fn is_served_by(&self, engine: &Engine) -> bool {
+        self.extra_name.as_deref().is_none_or(|name| engine.serves(name))
+    }
 }
 
 named! {

@@ -426,9 +426,8 @@ impl Fleet {
 }
 
 fn route(tables: &Tables, name: &str, key: &ModelKey, claim: Claim) -> Route {
-    let lora_name = (claim == Claim::Adapter).then(|| name.to_owned());
     let extra_name = (claim != Claim::Model).then(|| name.to_owned());
-    Route { pool: Arc::clone(&tables.pools[key]), lora_name, extra_name }
+    Route { pool: Arc::clone(&tables.pools[key]), extra_name, is_adapter: claim == Claim::Adapter }
 }
 
 fn key_of(name: &str, is_prefill: bool) -> ModelKey {

@@ -26,7 +26,7 @@ use super::stored::Kept;
 use super::tokens::{Known, Untokenized, tokens};
 use crate::body::{Counted, Rest};
 use crate::frontend::app::App;
-use crate::frontend::engine::{Members, Pool, Route};
+use crate::frontend::engine::{Engine, Members, Pool, Route};
 use crate::frontend::fleet::unhealthy;
 use crate::frontend::metrics::AliasLabel;
 use crate::frontend::runtime::spec::ModelInput;
@@ -210,7 +210,7 @@ impl Plan {
         let selector = &self.route.pool.selector;
         let hashed = |tokens: &[u32]| {
             // No list of models tells an adapter's path.
-            let lora = self.route.lora_name.as_deref().map(|name| (name, ""));
+            let lora = self.route.lora_name().map(|name| (name, ""));
             let cache_salt = self.cache_salt.as_deref();
             let keys = NameKeys { lora, cache_salt, media: &self.media, ..NameKeys::default() };
             selector.prompt(tokens, &keys)
@@ -266,25 +266,20 @@ impl Plan {
 
     /// Whether every worker of the pool can serve it.
     pub fn suits_all(&self, members: &Members) -> bool {
-        self.route
-            .extra_name
-            .as_deref()
-            .is_none_or(|name| members.all().all(|one| one.serves(name)))
-            && (self.call.api().is_for_runtime()
-                || members.all().all(|engine| self.call.fits(engine)))
+        // Every engine serves these APIs, so most requests need no look at each engine.
+        let is_plain = self.call.api().is_for_runtime() && self.route.extra_name.is_none();
+        is_plain || members.all().all(|engine| self.suits(engine))
     }
 
-    pub(super) fn is_eligible(
-        &self,
-        members: &Members,
-        worker: Worker,
-        tried: &[InstanceId],
-    ) -> bool {
+    /// Whether `engine` can serve it: its API, and the model under its name.
+    fn suits(&self, engine: &Engine) -> bool {
+        self.call.fits(engine) && self.route.is_served_by(engine)
+    }
+
+    /// Whether `worker` can serve it now, and is not among the `tried`.
+    pub fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
         members.is_eligible(worker, tried)
-            && members.get(worker.instance_id).is_some_and(|engine| self.call.fits(engine))
-            && self.route.extra_name.as_deref().is_none_or(|name| {
-                members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
-            })
+            && members.get(worker.instance_id).is_some_and(|engine| self.suits(engine))
     }
 
     /// The advice of a policy outside the core about the untried workers.
@@ -340,12 +335,10 @@ impl Plan {
             _ if is_isolated => format!(", of which {unfit} do not read cache_salt in {path}"),
             _ => format!(", of which {unfit} do not serve {path}"),
         };
-        let lacking = self.route.extra_name.as_deref().map(|name| {
-            (name, members.all().filter(|one| one.is_healthy() && !one.serves(name)).count())
-        });
-        let lacking = match lacking {
-            None | Some((_, 0)) => String::new(),
-            Some((name, count)) => format!(", of which {count} do not serve {name:?}"),
+        let lack = |one: &&Arc<Engine>| one.is_healthy() && !self.route.is_served_by(one);
+        let lacking = match (&self.route.extra_name, members.all().filter(lack).count()) {
+            (Some(name), count @ 1..) => format!(", of which {count} do not serve {name:?}"),
+            _ => String::new(),
         };
         Error::NoWorker(format!(
             "no worker can take requests for model {:?}: {} registered, {} healthy{unfit}{lacking}{draining}{}",
@@ -414,7 +407,7 @@ impl Plan {
         let preview = self.ask(part, advice, |ask| selector.preview(ask));
         let (selection, record) = preview.map_err(|error| self.explain_absence(error))?;
         let mut value = record.decision();
-        value["lora_name"] = json!(self.route.lora_name);
+        value["lora_name"] = json!(self.route.lora_name());
         value["prompt_tokens"] = json!(self.prompt_tokens());
         let expected = self.request.prompt.reusable_tokens(selection.expected_blocks());
         value["expected_cached_tokens"] = json!(expected);

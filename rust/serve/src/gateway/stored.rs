@@ -144,7 +144,7 @@ impl Kept {
     /// 404 with the models that it serves.
     pub fn check(&self, route: &Route, model: &str) -> Result<(), Reject> {
         let is_member = route.pool.members().get(self.engine.id).is_some();
-        if is_member && route.extra_name.as_deref().is_none_or(|name| self.serves(name)) {
+        if is_member && route.is_served_by(&self.engine) {
             return Ok(());
         }
         Err(self.elsewhere(&format!("not {model}")))
