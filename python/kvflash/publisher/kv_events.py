@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, overload
 
 from kvflash._core import EventOutbox
@@ -33,7 +33,7 @@ _RELAY_COUNTS = dict.fromkeys(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ZmqKvEventPublisherConfig:
     """Settings of a publisher that relays an engine's own events.
 
@@ -50,6 +50,7 @@ class ZmqKvEventPublisherConfig:
     kv_block_size: int = 0
     zmq_endpoint: str = "tcp://127.0.0.1:5557"
     zmq_topic: str = ""
+    _: KW_ONLY
     zmq_replay_endpoint: str | None = None
     dp_rank: int = 0
 

@@ -225,10 +225,9 @@ def test_a_relay_announces_the_engine_and_binds_nothing(publisher):
     async def engine():
         async with DistributedRuntime(discovery="mem") as runtime:
             component = runtime.namespace("test").component("backend")
+            # In the order that callers know.
             config = ZmqKvEventPublisherConfig(
-                kv_block_size=SIZE,
-                zmq_endpoint="tcp://10.0.0.7:5557",
-                zmq_replay_endpoint="tcp://10.0.0.7:5657",
+                0, SIZE, "tcp://10.0.0.7:5557", "", zmq_replay_endpoint="tcp://10.0.0.7:5657"
             )
             made = ZmqKvEventPublisher(component, config)
             key = f"v1/events/test/backend/{runtime.instance_id}/0"
