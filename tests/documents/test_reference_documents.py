@@ -21,7 +21,7 @@ from support_stage import TINY_LLAMA, Stage, items, run_fragment
 
 from kvflash import KvPushRouter, KvRouterConfig
 from kvflash.compat.dynamo.classes import DistributedRuntime
-from service import Http, Process
+from service import Http, Process, until
 
 FOLDER = os.environ.get("KVFLASH_REFERENCE_DOCUMENTS", "")
 FILES = ("000_kv_routing.md", "001_router_guide.md", "003_kv_routing.md")
@@ -227,7 +227,14 @@ def test_frontends_start_as_they_are_told(stage: Stage, block: Block) -> None:
         stage.wait_workers(2, http)
         body = {"model": "m", "prompt": "Hello", "max_tokens": 3}
         assert http.post("/v1/completions", body)["usage"]["completion_tokens"] == 3
+        wait_metric(http, 'kvflash_policy_info{policy="kv"')
+        if "--router-replica-sync" in one.command:
+            wait_metric(http, f"kvflash_sync_peers {len(ran) - 1}\n")
         http.close()
+
+
+def wait_metric(http: Http, text: str) -> None:
+    until(lambda: text in http.get("/metrics").decode(), text)
 
 
 @each(is_engine, 2)
