@@ -21,4 +21,10 @@ typedef int dynamo_llm_result_t;
 #define dynamo_kv_event_publish_removed kvflash_kv_event_publish_removed
 #define dynamo_kv_event_publish_cleared kvflash_kv_event_publish_cleared
 
+/* Does nothing and succeeds, as in Dynamo. */
+static inline dynamo_llm_result_t dynamo_llm_load_publisher_create(void)
+{
+    return 0;
+}
+
 #endif /* KVFLASH_DYNAMO_H */

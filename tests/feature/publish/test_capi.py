@@ -253,7 +253,7 @@ int main(void) {
     size_t sizes[1] = {4};
     uint64_t names[1] = {7};
     dynamo_llm_result_t ok = dynamo_llm_init("tests", NULL, 9, 4);
-    if (ok) return 1;
+    if (ok || dynamo_llm_load_publisher_create()) return 1;
     if (dynamo_kv_event_publish_stored(0, tokens, sizes, names, 1, NULL, 0)) return 2;
     if (dynamo_kv_event_publish_removed(1, names, 1)) return 3;
     if (dynamo_kv_event_publish_cleared(2)) return 4;
