@@ -52,6 +52,8 @@ class Workers:
         self._workers: dict[Rank, dict[str, int | None]] = {}
         self._draining: list[int] = []
         self._warned: set[int] = set()
+        # Present instances without a model card.
+        self._cardless: set[int] = set()
         self._first_name: str | None = None
         #: Events come over NATS.
         self.is_brokered = cluster.is_nats
@@ -145,12 +147,22 @@ class Workers:
             self._attached.set()
 
     def _cards(self) -> dict[int, dict[str, Any]]:
-        found = {}
+        found, without = {}, set()
         for worker, _, card in self._keys.served():
             if self.is_brokered and (card is None or card.get("model_name") is None):
+                without.add(worker)
                 continue
             found[worker] = card or {}
             self._check(worker, found[worker])
+        # A known worker withdraws its card when it ends.
+        for worker in sorted(without - self._cardless - set(self.ids)):
+            logger.warning(
+                "worker %d gets no requests until it calls register_llm: events over NATS are per "
+                "model, and it has no model card",
+                worker,
+            )
+        self._cardless = without
+        self._warned &= found.keys()
         return found
 
     def _set_workers(self, cards: dict[int, dict[str, Any]], members: Membership) -> None:

@@ -176,6 +176,38 @@ def test_a_core_that_could_not_be_made_is_made_with_the_next_worker() -> None:
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
+def test_over_nats_a_worker_without_a_model_card_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        discovery, core = MemoryDiscovery(is_shared=False), Core()
+        cluster: Any = Alone(core)
+        cluster.is_nats = True
+        made: Any = core
+        path = "ns/backend/generate"
+        workers = Workers(
+            made, discovery, path, cluster, serve=lambda _model: (made, cluster), min_workers=0
+        )
+        await discovery.put(f"v1/instances/{path}/1", b'{"transport": {}}')
+        workers.start()
+        await workers.synced(DEADLINE_S)
+        assert (workers.ids, len(caplog.records)) == ([], 1)
+        await discovery.put(f"v1/models/{path}/2", b'{"model_name": "m"}')
+        await discovery.put(f"v1/instances/{path}/2", b'{"transport": {}}')
+        await eventually(lambda: workers.ids == [2], "the worker with a card")
+        await discovery.put(f"v1/models/{path}/1", b'{"model_name": "m"}')
+        await eventually(lambda: workers.ids == [1, 2], "the other one's card")
+        # It withdraws the card as it ends.
+        await discovery.delete(f"v1/models/{path}/1")
+        await eventually(lambda: workers.ids == [2], "its end")
+        await workers.close()
+        await discovery.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    (said,) = caplog.records
+    assert said.getMessage().startswith("worker 1 gets no requests until it calls register_llm: ")
+
+
 def test_what_fails_once_is_settled_with_the_next_change(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         discovery, seen = MemoryDiscovery(is_shared=False), list[list[int]]()
