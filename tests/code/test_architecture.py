@@ -49,6 +49,12 @@ def test_the_rooms_of_the_core_are_those_whose_order_is_checked() -> None:
     assert [name.strip() for name in told.partition(".")[0].split(",")] == wanted
 
 
+@pytest.mark.parametrize("name", ["kv-indexer", "kv-indexer-metrics"])
+def test_a_build_with_features_of_another_indexer_is_a_python_module(name: str) -> None:
+    """``maturin develop --features NAME`` leaves out the features of pyproject.toml."""
+    assert "python" in manifest(".")["features"][name]
+
+
 @pytest.mark.parametrize("path", re.findall(r"\]\(([^)#:]+)\)", MAP))
 def test_what_the_map_leads_to_is_there(path: str) -> None:
     assert (ROOT / path).exists()
