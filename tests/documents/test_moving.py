@@ -44,7 +44,8 @@ def test_flags_are_those_of_the_frontend(page: Path) -> None:
 @pytest.mark.parametrize("page", SYSTEMS, ids=lambda page: page.stem)
 def test_metrics_are_those_of_the_manual(page: Path) -> None:
     manual = "".join(
-        (FOLDER.parent / name).read_text(encoding="utf-8") for name in ("frontend.md", "indexer.md")
+        (FOLDER.parent / name).read_text(encoding="utf-8")
+        for name in ("frontend.md", "indexer.md", "policies.md")
     )
     cells = ours(page, "Endpoints, headers and metrics")
     named = {name for cell in cells for name in re.findall(r"`(kvflash_\w+[a-z])", cell)}
