@@ -51,12 +51,25 @@ impl Tier {
     pub fn from_medium(medium: &str) -> Option<Tier> {
         const MEDIA: [(&[&str], Tier); 4] = [
             (&["GPU", "DEVICE"], Tier::Device),
-            (&["CPU", "CPU_PINNED", "CPU_TIER1", "HOST"], Tier::Host),
+            (&["CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED"], Tier::Host),
             (&["CPU_TIER2", "DISK", "NVME", "STORAGE", "FS"], Tier::Disk),
             (&["EXTERNAL", "NETWORK", "REMOTE", "SHARED"], Tier::External),
         ];
         // Called several times per event, so it allocates nothing.
         let is_named = |names: &[&str]| names.iter().any(|name| medium.eq_ignore_ascii_case(name));
         MEDIA.into_iter().find_map(|(names, tier)| is_named(names).then_some(tier))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tier_is_a_medium_by_its_own_name_in_either_case() {
+        for tier in Tier::ALL {
+            assert_eq!(Tier::from_medium(tier.name()), Some(tier));
+            assert_eq!(Tier::from_medium(&tier.name().to_uppercase()), Some(tier));
+        }
     }
 }
