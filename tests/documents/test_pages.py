@@ -208,8 +208,11 @@ def test_nginx_takes_the_configuration(blocks: list[Block], tmp_path: Path) -> N
 
 @runs(("litellm.md", "model_list:"))
 def test_litellm_is_given_one_address(blocks: list[Block]) -> None:
-    (model,) = yaml.safe_load(blocks[0].text)["model_list"]
+    config = yaml.safe_load(blocks[0].text)
+    (model,) = config["model_list"]
     assert urlsplit(model["litellm_params"]["api_base"])[1:3] == ("kvflash:8000", "/v1")
+    # Without a key of its own LiteLLM does not start.
+    assert config["general_settings"]["master_key"].startswith("os.environ/")
 
 
 @runs(("systemd.md", "[Unit]"), ("systemd.md", "port: 8000"))
