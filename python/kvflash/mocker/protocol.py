@@ -150,17 +150,20 @@ def parse_tokens(request: Fields, config: MockerConfig) -> GenerationParams:
         refuse(f"lora_name {lora_name!r} is not one of {list(config.lora_adapters)}", "lora_name")
     result = mapping(mapping(request, "prefill_result"), "disaggregated_params")
     limit = "stop_conditions.max_tokens"
-    asked = {limit: mapping(request, "stop_conditions").get("max_tokens")}
+    named = {limit: mapping(request, "stop_conditions").get("max_tokens")}
+    asked = _max_tokens(named, limit, room, config)
     rank = integer(request, "dp_rank", config.ranks[0], config.ranks[-1])
     return GenerationParams(
         model=config.model_name,
         prompt_ids=prompt_ids,
-        max_tokens=_max_tokens(asked, limit, room, config) or min(room, COMPLETION_TOKENS),
+        max_tokens=asked or min(room, COMPLETION_TOKENS),
         lora_name=None if lora_name == config.model_name else lora_name,
         cache_salt=read(request, "cache_salt", is_text, "text") or None,
         is_streaming=True,
         has_usage_chunk=False,
         transfer=parse_transfer(result),
+        # All the room is what a frontend names for a chat without a limit: its text ends before.
+        options=AnswerOptions(text_tokens=CHAT_TOKENS if asked == room else None),
         engine=None if rank is None else config.ranks.index(rank),
     )
 

@@ -16,6 +16,7 @@ from kvflash.mocker.metrics import render
 from kvflash.mocker.middleware import errors
 from kvflash.mocker.options import AnswerOptions
 from kvflash.mocker.protocol import (
+    CHAT_TOKENS,
     GenerationParams,
     parse_generation,
     parse_json,
@@ -212,6 +213,13 @@ def test_unknown_models_are_not_found(model: object) -> None:
 def test_the_runtime_names_an_adapter_or_none() -> None:
     for lora_name, found in (("first", "first"), ("", None), (None, None), ("m", None)):
         assert parse_tokens({"token_ids": [1], "lora_name": lora_name}, CONFIG).lora_name == found
+
+
+def test_the_runtimes_limit_is_none_if_it_is_all_the_room() -> None:
+    for limit, text_tokens in ((199, CHAT_TOKENS), (198, None)):
+        request = {"token_ids": [1], "stop_conditions": {"max_tokens": limit}}
+        params = parse_tokens(request, CONFIG)
+        assert (params.max_tokens, params.options.text_tokens) == (limit, text_tokens)
 
 
 TOKEN_IDS = "token_ids must be a list of token ids in 0..=4294967295"
