@@ -27,7 +27,11 @@ class ModelInput(Enum):
 
 
 class ModelType(Flag):
-    """Request types that a worker supports; combine several with ``|``."""
+    """What a worker announces that it serves; combine several with ``|``.
+
+    Frontends and routers read only whether a worker has ``Prefill``. All others get chats and
+    completions.
+    """
 
     Chat = auto()
     Completions = auto()
@@ -114,7 +118,8 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
 
     Args:
         model_input: Whether the handler gets token ids or text.
-        model_type: Request types that it supports.
+        model_type: ``Prefill`` if the worker only prefills. Frontends send chats and completions to
+            all other workers, whichever types they announce.
         endpoint: The endpoint that serves the model.
         model_path: Folder with tokenizer.json, which must also exist on the frontend's machine, or
             the id of a model in the local Hub cache. Another name, such as an id that is not in
