@@ -29,14 +29,17 @@ pub(super) fn prepare_message(
     format: ContentFormat,
 ) -> Result<Value, Stop> {
     let Value::Object(mut message) = message else {
-        return Err(Stop::Invalid(format!("messages[{at}] must be an object")));
+        return Err(Stop::Invalid(format!("messages[{at}]: must be an object")));
     };
     let Some(role) = message.get("role").and_then(Value::as_str).map(str::to_owned) else {
-        return Err(Stop::Invalid(format!("messages[{at}].role must be a string")));
+        return Err(Stop::Invalid(format!("messages[{at}].role: must be a string")));
     };
     parse_arguments(&mut message, &role);
     let content = message.get_mut("content").map(Value::take).unwrap_or_default();
-    let content = prepare_content(content, format, role == "tool")?;
+    let content = prepare_content(content, format, role == "tool").map_err(|stop| match stop {
+        Stop::Invalid(why) => Stop::Invalid(format!("messages[{at}].content: {why}")),
+        other => other,
+    })?;
     Ok(Value::Object(known_fields(message, &role, content)))
 }
 
@@ -102,7 +105,7 @@ fn part_text(mut part: Value) -> Result<Option<String>, Stop> {
     match part.get_mut(field).map(Value::take).unwrap_or_default() {
         Value::String(text) => Ok(Some(text)),
         Value::Null if matches!(kind.as_str(), "text" | "refusal") => Ok(None),
-        _ => Err(Stop::Invalid(format!("content part of type {kind:?} needs a string {field:?}"))),
+        _ => Err(Stop::Invalid(format!("a part of type {kind:?} needs a string {field:?}"))),
     }
 }
 
@@ -116,7 +119,7 @@ fn part_kind(part: &Value) -> Result<String, Stop> {
 }
 
 fn bad_content() -> Stop {
-    Stop::Invalid("message content must be a string, a list of parts or null".to_owned())
+    Stop::Invalid("must be a string, a list of parts or null".to_owned())
 }
 
 /// Clients send the arguments of past tool calls as a JSON string, templates want the object.
@@ -150,7 +153,7 @@ pub(super) fn prepare_tools(tools: Option<Value>) -> Result<Value, Stop> {
     let tools = match tools {
         None | Some(Value::Null) => return Ok(Value::Null),
         Some(Value::Array(tools)) => tools,
-        Some(_) => return Err(Stop::Invalid("tools must be a list".to_owned())),
+        Some(_) => return Err(Stop::Invalid("tools: must be a list".to_owned())),
     };
     let mut out = Vec::with_capacity(tools.len());
     for mut tool in tools {

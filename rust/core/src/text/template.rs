@@ -207,7 +207,7 @@ impl ChatTemplate {
             last = raw.pop().map(|json| self.prepare(at, json, format)).transpose()?;
             if generates {
                 return Err(Stop::Invalid(
-                    "continue_final_message and add_generation_prompt exclude each other"
+                    "continue_final_message: set add_generation_prompt to false; the two exclude each other"
                         .to_owned(),
                 ));
             }
@@ -286,13 +286,15 @@ impl ChatTemplate {
             Some(Json::Object(kwargs)) => {
                 for (name, value) in kwargs {
                     if RESERVED_KWARGS.contains(&name.as_str()) {
-                        return Err(Stop::Invalid(format!("chat_template_kwargs has {name:?}")));
+                        return Err(Stop::Invalid(format!(
+                            "chat_template_kwargs: must not have {name:?}"
+                        )));
                     }
                     put(&name, Value::from_serialize(value));
                 }
             }
             Some(_) => {
-                return Err(Stop::Invalid("chat_template_kwargs must be an object".to_owned()));
+                return Err(Stop::Invalid("chat_template_kwargs: must be an object".to_owned()));
             }
         }
         if let Some(effort) = parse("reasoning_effort", request.reasoning_effort)? {
@@ -364,13 +366,13 @@ fn parse(field: &str, raw: Option<&str>) -> Result<Option<Json>, Stop> {
 /// The JSON of each message.
 fn messages<'a>(request: &ChatRequest<'a>) -> Result<Vec<&'a str>, Stop> {
     let Some(list) = request.messages else {
-        return Err(Stop::Invalid("messages is missing".to_owned()));
+        return Err(Stop::Invalid("messages: is required".to_owned()));
     };
     if let Some(places) = request.places {
         return Ok(places.iter().map(|place| &list[place.clone()]).collect());
     }
     if !list.trim_ascii_start().starts_with('[') {
-        return Err(Stop::Invalid("messages must be a list".to_owned()));
+        return Err(Stop::Invalid("messages: must be a list".to_owned()));
     }
     let raw: Vec<&RawValue> =
         serde_json::from_str(list).map_err(|error| Stop::Invalid(format!("messages: {error}")))?;
@@ -385,7 +387,7 @@ fn tag_last(last: Option<&mut Json>) -> Result<String, Stop> {
         other => other,
     };
     let Some(Json::String(text)) = text else {
-        return Err(Stop::Invalid("continue_final_message needs a last message with text".into()));
+        return Err(Stop::Invalid("continue_final_message: needs a last message with text".into()));
     };
     let said = text.clone();
     text.push_str(CONTINUE_TAG);

@@ -622,19 +622,30 @@ fn what_cannot_be_reproduced_is_said_and_not_guessed() {
 
 #[test]
 fn wrong_requests_are_refused() {
+    let user = |content: Value| json!([{"role": "user", "content": content}]);
+    // The message begins with the field.
     let wrong = [
-        json!({}),
-        json!({"messages": 1}),
-        json!({"messages": [1]}),
-        json!({"messages": [{"content": "no role"}]}),
-        json!({"messages": [{"role": "user", "content": 5}]}),
-        json!({"messages": [], "tools": {}}),
-        json!({"messages": [], "chat_template_kwargs": {"tokenize": true}}),
-        json!({"messages": [{"role": "user", "content": "x"}], "continue_final_message": true}),
+        ("messages", json!({})),
+        ("messages", json!({"messages": 1})),
+        ("messages[0]", json!({"messages": [1]})),
+        ("messages[0].role", json!({"messages": [{"content": "no role"}]})),
+        ("messages[0].content", json!({"messages": user(json!(5))})),
+        ("messages[0].content", json!({"messages": user(json!([{"type": "text", "text": 5}]))})),
+        ("tools", json!({"messages": [], "tools": {}})),
+        ("chat_template_kwargs", json!({"messages": [], "chat_template_kwargs": []})),
+        (
+            "chat_template_kwargs",
+            json!({"messages": [], "chat_template_kwargs": {"tokenize": true}}),
+        ),
+        (
+            "continue_final_message",
+            json!({"messages": user(json!("x")), "continue_final_message": true}),
+        ),
     ];
-    for body in wrong {
+    for (field, body) in wrong {
         let rendered = render("{{ messages }}", &body, WallClock::default());
-        assert!(matches!(rendered, Err(Error::InvalidArgument(_))), "{body}: {rendered:?}");
+        let Err(Error::InvalidArgument(message)) = rendered else { panic!("{body}: {rendered:?}") };
+        assert_eq!(message.split_once(": ").map(|(head, _)| head), Some(field), "{message}");
     }
     let source = "{{ raise_exception('no ' ~ 1) }}";
     let raised = render(source, &json!({"messages": []}), WallClock::default());

@@ -109,7 +109,7 @@ impl Body {
             let again: Result<T, _> = serde_path_to_error::deserialize(reader());
             let path = again.err().map(|error| error.path().to_string());
             match path.filter(|path| path != ".") {
-                None => Reject::bad_request(error.to_string()),
+                None => Reject::bad_request(named(error.to_string())),
                 Some(path) => Reject::bad_request(format!("{path}: {}", without_place(&error))),
             }
         })
@@ -184,7 +184,7 @@ impl Body {
     /// 400 naming the field, if it comes twice.
     pub fn text_of_one(&self, name: &str) -> Result<Option<&str>, Reject> {
         match self.fields.iter().filter(|field| *field.name == *name).nth(1) {
-            Some(_) => Err(Reject::bad_request(format!("duplicate field `{name}`"))),
+            Some(_) => Err(Reject::bad_request(twice(name))),
             None => Ok(self.text_of(name)),
         }
     }
@@ -238,6 +238,16 @@ fn text_bytes<'a>(bytes: usize, fields: impl IntoIterator<Item = &'a Field>) -> 
 /// Bytes of text in the JSON of a message.
 pub(super) fn message_bytes(json: &str) -> usize {
     Scan::of(json).map_or(json.len(), |scan| text_bytes(json.len(), &scan.fields))
+}
+
+/// The error of an object, with the field at its beginning if that came twice.
+fn named(error: String) -> String {
+    let name = error.strip_prefix("duplicate field `").and_then(|rest| rest.strip_suffix('`'));
+    name.map(twice).unwrap_or(error)
+}
+
+fn twice(name: &str) -> String {
+    format!("{name}: is given twice; send it once")
 }
 
 /// The error without its line and column: they count from the start of a field, not of the body.
