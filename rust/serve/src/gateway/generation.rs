@@ -33,7 +33,7 @@ const UNSUPPORTED: [(&str, &[&str], &str); 12] = [
     ("logprobs", &["null", "false"], "no log probabilities"),
     ("top_logprobs", &["null", "false", "0"], "no log probabilities"),
     ("prompt_logprobs", &["null", "false"], "no log probabilities"),
-    ("tool_choice", &["null"], "only auto or none"),
+    ("tool_choice", &["null", "\"auto\"", "\"none\""], "only auto or none"),
     ("bad_words", &["null", "[]"], "no lists of banned words"),
     ("allowed_token_ids", &["null", "[]"], "no lists of allowed tokens"),
     ("logits_processors", &["null", "[]"], "no logits processors"),
@@ -227,10 +227,6 @@ fn refuse(api: Api, body: &Body) -> Result<(), Reject> {
             _ if off.contains(&"[]") => items.is_none_or(|items| !items.trim_ascii().is_empty()),
             // Completions have no such field.
             "top_logprobs" => api == Api::Chat,
-            "tool_choice" => {
-                let is_required = |choice: String| choice == "required";
-                json.starts_with('{') || serde_json::from_str(json).is_ok_and(is_required)
-            }
             _ => true,
         };
         if is_wanted {

@@ -103,6 +103,8 @@ fn refusals_name_the_field_and_what_came() {
         ),
         (json!({"nvext": []}), "nvext: invalid type: sequence, expected an object"),
         (json!({"tool_choice": "required"}), "tool_choice: "),
+        (json!({"tool_choice": "any"}), "tool_choice: "),
+        (json!({"tool_choice": true}), "tool_choice: "),
         (json!({"tool_choice": {"type": "function"}}), "tool_choice: "),
         (json!({"bad_words": ["x"]}), "bad_words: "),
         (json!({"allowed_token_ids": [1]}), "allowed_token_ids: "),
