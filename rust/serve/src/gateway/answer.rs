@@ -464,7 +464,8 @@ fn parsing_of(plan: &Plan, member: &Member, text: &ModelText) -> Result<Option<P
     let prompt = plan.tokens.as_deref().map(Vec::as_slice).unwrap_or_default();
     let prompt_end = &prompt[prompt.len().saturating_sub(PROMPT_END_TOKENS)..];
     let prompt_end = text.model.tokenizer.decode(prompt_end, false)?;
-    let parsing = Parsing::new(formats, &prompt_end, tools);
+    let calls_max = generation::calls_max(&plan.call.body)?;
+    let parsing = Parsing::new(formats, &prompt_end, tools, calls_max);
     Ok((!parsing.is_idle()).then_some(parsing))
 }
 

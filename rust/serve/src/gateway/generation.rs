@@ -252,6 +252,15 @@ pub(crate) fn tool_names(body: &Body) -> Result<Vec<String>, Reject> {
     Ok(tools.as_array().into_iter().flatten().filter_map(name).collect())
 }
 
+/// How many tools a chat's answer may call.
+///
+/// # Errors
+/// 400 for a field that is no boolean.
+pub(crate) fn calls_max(body: &Body) -> Result<usize, Reject> {
+    let is_parallel: Option<bool> = body.value("parallel_tool_calls")?;
+    Ok(if is_parallel == Some(false) { 1 } else { usize::MAX })
+}
+
 impl Fields {
     /// The constraint of the answer, in the format of the engines' guided decoding; `None` without
     /// one.

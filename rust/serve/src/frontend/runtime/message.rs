@@ -122,19 +122,22 @@ impl Message {
 pub(crate) struct Parsing {
     reasoning: Option<Reasoning>,
     tools: Option<ToolCalls>,
+    /// Most calls that the message may have; the model may not know of it, and makes more.
+    calls_max: usize,
     /// Calls so far.
     calls: usize,
 }
 
 impl Parsing {
-    /// Of an answer in these formats to a prompt that ends so; `tools` may be called.
-    pub fn new(formats: &Formats, prompt_end: &str, tools: Vec<String>) -> Self {
+    /// Of an answer in these formats to a prompt that ends so; `tools` may be called, so often.
+    pub fn new(formats: &Formats, prompt_end: &str, tools: Vec<String>, calls_max: usize) -> Self {
         let reasoning = formats.reasoning.as_ref();
         // Without tools what looks like a call is none.
         let format = formats.tools.filter(|_| !tools.is_empty());
         Self {
             reasoning: reasoning.map(|format| Reasoning::new(format, prompt_end)),
             tools: format.map(|format| ToolCalls::new(format, tools)),
+            calls_max,
             calls: 0,
         }
     }
@@ -199,6 +202,7 @@ impl Parsing {
         for one in found {
             parts.push(match one {
                 Found::Text(text) => Part::Content(text),
+                Found::Call(_) if self.calls == self.calls_max => continue,
                 Found::Call(call) => {
                     let index = self.calls;
                     self.calls += 1;

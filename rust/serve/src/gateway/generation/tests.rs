@@ -58,6 +58,17 @@ fn tools_have_names_unless_none_may_be_called() {
 }
 
 #[test]
+fn one_tool_is_called_if_calls_must_not_be_parallel() {
+    let most = |body: Value| calls_max(&Body::parse(body.to_string().into()).unwrap());
+    assert_eq!(most(json!({"parallel_tool_calls": false})).unwrap(), 1);
+    for body in [json!({}), json!({"parallel_tool_calls": true})] {
+        assert_eq!(most(body).unwrap(), usize::MAX);
+    }
+    let error = most(json!({"parallel_tool_calls": 1})).unwrap_err();
+    assert_eq!(error.param.as_deref(), Some("parallel_tool_calls"));
+}
+
+#[test]
 fn every_setting_reaches_the_worker() {
     let body = json!({
         "stream": true, "stream_options": {"include_usage": true}, "stop": "a", "seed": -3,

@@ -6,7 +6,11 @@ use super::*;
 
 fn parts(formats: &Formats, tools: &[&str], pieces: &[&str]) -> (Message, Parsing) {
     let tools = tools.iter().map(|&tool| tool.to_owned()).collect();
-    let (mut parsing, mut message) = (Parsing::new(formats, "", tools), Message::default());
+    collect(Parsing::new(formats, "", tools, usize::MAX), pieces)
+}
+
+fn collect(mut parsing: Parsing, pieces: &[&str]) -> (Message, Parsing) {
+    let mut message = Message::default();
     let pushed: Vec<Part> =
         pieces.iter().flat_map(|piece| parsing.push((*piece).to_owned())).collect();
     pushed.into_iter().chain(parsing.finish()).for_each(|part| message.add(part));
@@ -41,6 +45,17 @@ fn calls_are_numbered_and_named() {
         assert_eq!((first.id.len(), second.id.len()), (len, len));
         assert_ne!(first.id, second.id);
     }
+}
+
+#[test]
+fn calls_beyond_the_most_are_left_out() {
+    let formats = Formats::of_flags(None, Some("hermes")).unwrap();
+    let call = |name: &str| format!("<tool_call>{{\"name\": \"{name}\"}}</tool_call>");
+    let parsing = Parsing::new(&formats, "", vec!["f".to_owned()], 1);
+    let (message, parsing) = collect(parsing, &[&call("f"), " and ", &call("g"), "."]);
+    let [only] = &message.calls[..] else { panic!("{message:?}") };
+    assert_eq!((&*only.call.name, &*message.content), ("f", " and ."));
+    assert_eq!(parsing.ending(Ending::plain("stop")).reason, "tool_calls");
 }
 
 #[test]
