@@ -265,6 +265,18 @@ def test_a_request_larger_than_a_frame_is_refused_and_nobody_in_doubt() -> None:
         assert worker.received == [] and frontend.workers()[24]["healthy"]
 
 
+@pytest.mark.parametrize("value", [r'"\ud83d"', r'["a", "b \ud83d"]', "1e400"])
+def test_a_value_that_no_worker_can_be_sent_is_refused(
+    frontend: EmbeddedFrontend, value: str
+) -> None:
+    worker = FakeWorker(25, model_input="text", tokenizer=None)
+    with workers(frontend, worker):
+        body = json.dumps(chat())[:-1] + f', "x_unknown": {value}}}'
+        answer = ask(frontend.url, CHAT, body.encode())
+        assert (answer.status, answer.json["error"]["param"]) == (400, "x_unknown"), answer.body
+        assert worker.received == [] and frontend.workers()[25]["healthy"]
+
+
 def test_adapters_and_models_are_listed_and_leave(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, worker := FakeWorker(21, lora_names=["tuned", "org/fine tuned"])):
         listed = {one["id"]: one for one in frontend.http.get("/v1/models")["data"]}

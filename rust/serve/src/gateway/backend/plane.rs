@@ -10,12 +10,14 @@ use serde_json::{Map, Value, json};
 
 use super::openai;
 use super::worker::{BootstrapInfo, Handoff};
+use crate::Reject;
 use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, Member};
 use crate::frontend::runtime::item::{Item, failure, parse_chunk};
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
 use crate::gateway::attempts::Failed;
+use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
 use crate::gateway::generation::Generation;
 use crate::gateway::plan::Plan;
@@ -120,7 +122,7 @@ async fn send(
     let id = &plan.call.request_id;
     let to_first_item = async {
         let sent = if member.spec.card.model_input == ModelInput::Text {
-            let body = text_body(plan, is_prefill, prefill_result, bootstrap_info, unready)?;
+            let body = text_body(plan, is_prefill, prefill_result, bootstrap_info)?;
             member.plane.call(id, &member.spec, &body).await
         } else {
             let (Some(tokens), Some(generation)) = (&plan.tokens, &plan.generation) else {
@@ -201,12 +203,11 @@ fn text_body(
     is_prefill: bool,
     prefill_result: Option<&rmpv::Value>,
     bootstrap_info: Option<&BootstrapInfo>,
-    unready: impl Fn(&str) -> Failed,
 ) -> Result<Value, Failed> {
     let (body, api) = (&plan.call.body, plan.call.api());
     let bytes = if is_prefill { openai::prefill_body(body, api) } else { body.bytes().clone() };
-    let mut fields: Map<String, Value> =
-        serde_json::from_slice(&bytes).map_err(|error| unready(&error.to_string()))?;
+    let mut fields: Map<String, Value> = serde_json::from_slice(&bytes)
+        .map_err(|error| Failed::invalid(unreadable(body, &error)))?;
     if let Some(params) = prefill_result {
         fields.insert(openai::PARAMS.to_owned(), openai::transfer_params(params)?);
     }
@@ -214,6 +215,13 @@ fn text_body(
         fields.insert("bootstrap_info".to_owned(), json!(info));
     }
     Ok(Value::Object(fields))
+}
+
+/// The refusal of a body with a value that has no form on the way to a worker: half of a surrogate
+/// pair, a number beyond all floats.
+fn unreadable(body: &Body, error: &serde_json::Error) -> Reject {
+    let wrong = body.fields().find_map(|(name, _)| body.value::<Value>(name).err());
+    wrong.unwrap_or_else(|| Reject::bad_request(error.to_string()))
 }
 
 /// The meaning of a plane's failure for the attempt.
