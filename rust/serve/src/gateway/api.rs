@@ -257,7 +257,7 @@ impl Row {
                     "did you mean {meant}? Leave /v1 out of the client's base URL: the client adds it"
                 )
             }
-            Some(meant) if meant.starts_with("/v1/") && !path.starts_with("/v1/") => {
+            Some(meant) if meant.strip_prefix("/v1") == Some(bare) => {
                 format!("did you mean {meant}? End the client's base URL with /v1")
             }
             Some(meant) => format!("did you mean {meant}?"),
@@ -321,6 +321,9 @@ mod tests {
             assert!(message.contains(wanted), "{path}: {message}");
             assert_eq!(form, Form::OpenAi, "{path}");
         }
+        // This base URL ends with a slash, and the client adds /v1.
+        let (_, message) = Row::missing("//v1/chat/completions");
+        assert!(message.ends_with("did you mean /v1/chat/completions?"), "{message}");
         for (path, wanted) in [
             ("/v1/models", "; it supports /v1/chat/completions, /v1/completions, "),
             ("/v1/responses/resp_1", "; it supports "),
