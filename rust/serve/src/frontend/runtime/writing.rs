@@ -43,7 +43,8 @@ impl Ending {
 ///
 /// # Consistency
 /// What is given out is never taken back: no half character, nothing of a stop string, nothing behind
-/// the end. All pieces together are the text of all tokens before the end, decoded at once.
+/// the end. All pieces together are the text of all tokens before the end, decoded at once, without a
+/// last character that the end cuts.
 #[derive(Debug)]
 pub(crate) struct Writing {
     detokenizer: Detokenizer<Shared>,
@@ -163,7 +164,9 @@ impl Writing {
 
     /// The text is over, unless what was held back ends it in another way.
     fn finish(&mut self, ending: Ending, out: &mut String) -> Result<()> {
-        let rest = self.detokenizer.finish()?;
+        let mut rest = self.detokenizer.finish()?;
+        // As by vLLM; the bytes of half a character have no text.
+        rest.truncate(rest.trim_end_matches(char::REPLACEMENT_CHARACTER).len());
         if self.tokens > self.limits.min_tokens {
             self.scan(rest, out);
         } else {

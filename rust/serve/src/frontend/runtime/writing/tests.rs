@@ -49,6 +49,26 @@ fn text_comes_in_whole_characters_however_the_tokens_are_cut() {
 }
 
 #[test]
+fn a_character_that_the_end_cuts_is_left_out() {
+    let model = model();
+    let tokenizer = &model.model.tokenizer;
+    let ids = tokenizer.encode("ab \u{4f60}\u{1f600}", false).unwrap();
+    let whole = tokenizer.decode(&ids, true).unwrap();
+    let mut lengths = Vec::new();
+    for tokens in 1..=ids.len() {
+        let limits = Limits { max_tokens: Some(tokens as u64), ..Limits::default() };
+        let (pieces, ending, _) = write(&ids, 1, limits);
+        let (said, reason) = (pieces.concat(), ending.reason);
+        assert!(whole.starts_with(&said) && reason == "length", "{tokens}: {said:?}, {reason}");
+        let (pieces, _, _) = write(&ids[..tokens], ids.len(), Limits::default());
+        assert_eq!(pieces.concat(), said, "the worker ends it itself");
+        lengths.push(said.chars().count());
+    }
+    let is_cut = lengths.windows(2).any(|pair| pair[0] == pair[1]);
+    assert!(is_cut && lengths.last() == Some(&whole.chars().count()), "{lengths:?}");
+}
+
+#[test]
 fn a_stop_string_over_several_tokens_ends_the_text_before_it() {
     let ids = model().model.tokenizer.encode("one two three four five", false).unwrap();
     for at_once in 1..=ids.len() {
