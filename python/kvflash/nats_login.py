@@ -8,7 +8,7 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,18 @@ logger = logging.getLogger(__name__)
 
 # How long a connection may take to close.
 CLOSE_S_MAX = 1.0
+# A server that sends nothing after two pings is gone, though the connection has not ended: its
+# machine lost power, or a firewall drops the packets.
+PING_INTERVAL_S = 10
 NO_TLS = "the server offers no TLS"
 
 
 class _Transport(TcpTransport):
     """A TCP connection that closes in bounded time, and sends nothing before it is encrypted."""
 
-    def __init__(self, *, must_encrypt: bool) -> None:
+    def __init__(self, *, must_encrypt: bool, on_data: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._must_encrypt = must_encrypt
+        self._must_encrypt, self._on_data = must_encrypt, on_data
         self._is_encrypted = False
 
     def __bool__(self) -> bool:
@@ -57,6 +60,12 @@ class _Transport(TcpTransport):
             self._drop()
             raise
         self._is_encrypted = True
+
+    async def read(self, buffer_size: int) -> bytes:
+        """Receive; reports that the server is there."""
+        data: bytes = await super().read(buffer_size)
+        self._on_data()
+        return data
 
     def write(self, payload: bytes) -> None:
         """Send, if the connection is as encrypted as required; else raise ConnectionError."""
@@ -92,7 +101,11 @@ class Client(nats.aio.client.Client):
     def __init__(self, settings: NatsSettings) -> None:
         super().__init__()
         # Kept across all connections.
-        self._transport = _Transport(must_encrypt=settings.must_encrypt)
+        self._transport = _Transport(must_encrypt=settings.must_encrypt, on_data=self._heard)
+
+    def _heard(self) -> None:
+        # On a slow link the answer to a ping may wait for long behind other data.
+        self._pings_outstanding = 0
 
     async def close(self) -> None:
         """Close; messages that wait for an unreachable server are dropped."""
@@ -174,6 +187,7 @@ async def connect(
             error_cb=on_error,
             disconnected_cb=on_disconnected,
             reconnected_cb=on_reconnected,
+            ping_interval=PING_INTERVAL_S,
             **options,
         )
         await asyncio.wait_for(connecting, timeout_s)

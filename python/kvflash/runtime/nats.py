@@ -46,8 +46,6 @@ CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 1
 # Data that may wait to be sent while the broker is away; beyond it sending fails.
 PENDING_BYTES_MAX = 8 * 1024 * 1024
-# After two unanswered pings the broker counts as gone.
-PING_INTERVAL_S = 10
 _OTHERWISE = "start one (nats-server), set NATS_SERVER, or use the request plane tcp"
 
 WINDOW_BYTES = 256 * 1024
@@ -77,7 +75,6 @@ async def connect() -> NatsConnection:
         timeout_s=CONNECT_TIMEOUT_S,
         max_reconnect_attempts=-1,
         reconnect_time_wait=RECONNECT_PAUSE_S,
-        ping_interval=PING_INTERVAL_S,
         pending_size=PENDING_BYTES_MAX,
     )
 

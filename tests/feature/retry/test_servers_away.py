@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import msgpack
 import pytest
 
 from kvflash import ClosedError, InvalidArgumentError, TransportError
+from kvflash.nats_login import Client
 from kvflash.publisher.brokered import Served
 from kvflash.runtime.nats import connect as runtime_connect
 from kvflash.servers import NatsSettings
@@ -22,6 +23,7 @@ from kvflash.transport.local_index import Answer, join, question
 from kvflash.transport.nats_connection import connect
 from servers import NatsServer, outlet
 from service import until
+from wire import Wire
 
 
 @pytest.fixture
@@ -147,6 +149,50 @@ def test_the_broker_of_requests_tells_once_that_it_is_away(
     assert len(first) <= 1
     assert server.url in gone and gone.endswith("; trying again")
     assert back.startswith("nats: connected again after ")
+
+
+async def connect_events() -> Client:
+    return await connect(NatsSettings.from_env(), name="events")
+
+
+@pytest.mark.parametrize("connects", [connect_events, runtime_connect])
+def test_a_connection_that_dies_without_a_word_is_replaced(
+    connects: Callable[[], Awaitable[Client]], server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflash.nats_login.PING_INTERVAL_S", 0.1)
+
+    async def scenario() -> None:
+        with closing(Wire(server.url.removeprefix("nats://"))) as wire:
+            monkeypatch.setenv("NATS_SERVER", f"nats://{wire.address}")
+            client = await connects()
+            wire.freeze()
+            await asyncio.to_thread(until, lambda: not client.is_connected, "the end to be seen")
+            wire.thaw()
+            await asyncio.to_thread(until, lambda: client.is_connected, "another connection")
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_sends_other_data_than_the_answer_to_a_ping_is_there(
+    server: NatsServer,
+) -> None:
+    async def scenario() -> None:
+        client = await connect(NatsSettings.from_env({"NATS_SERVER": server.url}), name="test")
+        heard = asyncio.Event()
+
+        async def hear(_message: object) -> None:
+            heard.set()
+
+        await client.subscribe("s", cb=hear)
+        await client.flush()
+        client._pings_outstanding = 2
+        await client.publish("s", b"x")
+        await asyncio.wait_for(heard.wait(), 30)
+        assert client._pings_outstanding == 0
+        await client.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_fault_in_a_handler_of_messages_is_told(
