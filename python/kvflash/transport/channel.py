@@ -10,11 +10,10 @@ import zmq.asyncio
 
 from kvflash.address import netloc
 from kvflash.errors import TransportError
-from kvflash.transport.zmq_socket import bindable, dial
+from kvflash.transport.zmq_socket import MESSAGE_BYTES_MAX, bindable, dial, subscribe
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 _QUEUE_MESSAGES = 10_000
 
 
@@ -50,11 +49,10 @@ class ZmqChannel:
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._sub = self._context.socket(zmq.SUB)
-        for socket in (self._pub, self._sub):
-            socket.set_hwm(_QUEUE_MESSAGES)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
-        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self._pub.set_hwm(_QUEUE_MESSAGES)
+        self._pub.setsockopt(zmq.LINGER, 0)
+        self._pub.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        subscribe(self._sub, queue_messages=_QUEUE_MESSAGES)
         address = f"tcp://{bindable(self._pub, bind or host)}"
         try:
             port = self._pub.bind_to_random_port(address)

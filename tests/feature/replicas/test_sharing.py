@@ -28,8 +28,10 @@ from kvflash.routing import sync_service
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.sharing import Sharing
 from kvflash.routing.sync_service import ReplicaSyncService
+from kvflash.transport import zmq_socket
 from kvflash.transport.channel import ZmqChannel
 from service import DEADLINE_S, until
+from wire import Wire
 
 COMPONENT = ("ns", "backend")
 
@@ -96,6 +98,33 @@ def test_a_router_with_a_malformed_endpoint_is_named_once(
             await other.close()
 
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
+
+
+def test_a_connection_to_a_router_that_is_silently_dead_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq_socket, "_HEARTBEAT_MS", 50)
+
+    async def scenario() -> None:
+        one, other = ZmqChannel(), ZmqChannel()
+        wire = Wire(str(other.endpoint).removeprefix("tcp://"))
+        try:
+            one.follow({f"tcp://{wire.address}"})
+            heard = asyncio.Event()
+            await one.open(lambda _: heard.set())
+            hearing = asyncio.create_task(one.hear())
+            while not heard.is_set():
+                await other.send(b"a message")
+                await asyncio.sleep(0.01)
+            wire.freeze()
+            await asyncio.to_thread(until, lambda: wire.accepted > 1, "another connection")
+            hearing.cancel()
+        finally:
+            await one.close()
+            await other.close()
+            wire.close()
+
+    asyncio.run(scenario())
 
 
 def test_routers_on_other_planes_are_named_once(
