@@ -325,7 +325,11 @@ fn source_of(app: &App, worker: Worker) -> EventSource {
     match own.map(|publisher| publisher.view().counts.batches) {
         None => EventSource::None,
         Some(0) => EventSource::Silent,
-        Some(_) => EventSource::Heard,
+        Some(_) => {
+            let engine = app.fleet.engine(worker.instance_id);
+            let is_announced = engine.is_some_and(|engine| engine.member.is_some());
+            if is_announced { EventSource::Announced } else { EventSource::Heard }
+        }
     }
 }
 

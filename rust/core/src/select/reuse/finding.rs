@@ -24,6 +24,8 @@ pub enum EventSource {
     Silent,
     /// Events have arrived.
     Heard,
+    /// Events have arrived from where the worker itself says that it publishes.
+    Announced,
 }
 
 /// A worker's problem in words, in the format of the reasons of [`crate::catalog::Trust`].
@@ -41,7 +43,10 @@ pub struct WorkerReason {
 
 const SWAPPED: &str = "check that events= and replay= of each worker name the sockets of the engine behind its URL \
                        (--kv-events-config of vLLM and SGLang): an engine that gets one request should \
-                       publish at its own events= only";
+                       publish at its own events= only. If they do, check the network to these sockets";
+
+const LATE: &str = "check the network between this process and the worker's events (its sockets, or NATS with \
+                    --event-plane nats); last_event_age_ms in GET /workers is the age of a worker's last event";
 
 impl ReuseFinding {
     /// The finding about `worker`, with events from `source`.
@@ -60,20 +65,37 @@ impl ReuseFinding {
             ),
             (Self::ReuseNotInEvents, EventSource::Heard) => (
                 "reuse_not_in_events",
-                "reuses prefixes that its events do not mention. Are the event ports of two engines swapped?",
+                "reuses prefixes that its events do not mention. Are the event ports of two engines swapped, or do \
+                 events arrive late?",
                 SWAPPED,
+            ),
+            (Self::ReuseNotInEvents, EventSource::Announced) => (
+                "reuse_not_in_events",
+                "reuses prefixes that its events do not mention. Do they arrive late?",
+                LATE,
+            ),
+            (Self::EventsNotReused, EventSource::Announced) => (
+                "events_not_reused",
+                "does not reuse prefixes that its events predict. Do they arrive late, or were removals lost?",
+                LATE,
             ),
             (Self::EventsNotReused, _) => (
                 "events_not_reused",
                 "does not reuse prefixes that its events predict. Are the event ports of two engines swapped, or \
-                 were removals lost?",
+                 were removals lost or late?",
                 SWAPPED,
             ),
             (Self::EventsCrossed, EventSource::Heard) => (
                 "events_crossed",
                 "reuses prefixes that its events do not mention, and does not reuse those that they predict. Are \
-                 the event ports of two engines swapped?",
+                 the event ports of two engines swapped, or do events arrive late?",
                 SWAPPED,
+            ),
+            (Self::EventsCrossed, EventSource::Announced) => (
+                "events_crossed",
+                "reuses prefixes that its events do not mention, and does not reuse those that they predict. Do \
+                 they arrive late?",
+                LATE,
             ),
         };
         WorkerReason {
