@@ -29,6 +29,12 @@ use crate::reread::{Reread, bytes_of, fault};
 use crate::tls::{certificates, private_key};
 use crate::worker_allow::WorkerAllow;
 
+/// A peer that vanished without a word is noticed after about 20 s: silence of 10 s, then five
+/// questions, one every 2 s.
+pub(crate) const KEEPALIVE_TIME: Duration = Duration::from_secs(10);
+pub(crate) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
+pub(crate) const KEEPALIVE_RETRIES: u32 = 5;
+
 const CA_FLAG: &str = "--tls-ca-path";
 const CERT_FLAG: &str = "--tls-client-cert-path";
 const KEY_FLAG: &str = "--tls-client-key-path";
@@ -127,7 +133,9 @@ impl Outbound {
         http.enforce_http(false);
         http.set_nodelay(true);
         http.set_connect_timeout(Some(connect_timeout));
-        http.set_keepalive(Some(Duration::from_secs(30)));
+        http.set_keepalive(Some(KEEPALIVE_TIME));
+        http.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
+        http.set_keepalive_retries(Some(KEEPALIVE_RETRIES));
         Connector { http, literals: allow, outbound: self.clone(), connect_timeout }
     }
 }
@@ -327,6 +335,7 @@ pub(crate) fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use parking_lot::Mutex;
+    use socket2::SockRef;
     use tokio::io::AsyncWriteExt;
     use tokio::net::TcpListener;
 
@@ -379,6 +388,20 @@ mod tests {
         let mut any = connector("");
         let refused = connect(&mut any, &named).await.unwrap_err();
         assert!(refused.contains("169.254.169.254 is link-local"), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn a_peer_that_vanishes_is_noticed_though_nothing_is_sent_to_it() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let mut connector = Outbound::default().connector(TIMEOUT, None);
+        let stream = connector.call(url.parse().unwrap()).await.unwrap();
+        let socket = SockRef::from(stream.inner().tcp());
+        assert!(socket.keepalive().unwrap());
+        let time = socket.tcp_keepalive_time().unwrap();
+        let interval = socket.tcp_keepalive_interval().unwrap();
+        let retries = socket.tcp_keepalive_retries().unwrap();
+        assert_eq!(time + interval * retries, Duration::from_secs(20));
     }
 
     #[tokio::test]

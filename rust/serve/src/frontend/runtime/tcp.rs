@@ -12,16 +12,14 @@ use tokio::net::TcpStream;
 use super::plane::{
     Cause, Frame, Kind, PING_TIME, PlaneError, encode_frame, is_complete, take_frame,
 };
+use crate::outbound::{KEEPALIVE_INTERVAL, KEEPALIVE_RETRIES, KEEPALIVE_TIME};
 
 /// Connections kept for a worker while they have nothing to do, and for how long.
 const MAX_IDLE: usize = 1_024;
 const IDLE_TIME: Duration = Duration::from_secs(30);
 
-/// A peer that vanished without a word is noticed after about 20 s: silence of 10 s, then five
-/// questions, one every 2 s; what it was sent is waited for as long.
-const KEEPALIVE_TIME: Duration = Duration::from_secs(10);
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
-const KEEPALIVE_RETRIES: u32 = 5;
+/// A peer that does not acknowledge what it was sent is given up after this time, as one that does
+/// not answer keepalives is.
 const UNACKED_TIME: Duration = Duration::from_secs(20);
 
 /// Bytes asked of a socket at once.
