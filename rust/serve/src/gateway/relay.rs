@@ -23,6 +23,7 @@ use super::send::InFlight;
 use super::usage::{UsageScanner, events_of_response};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
+use crate::outbound::in_full;
 
 /// Bookings and counters of an answer in progress, for any kind of worker.
 pub(super) struct Delivery {
@@ -343,8 +344,9 @@ impl Relay {
     }
 
     fn broken(&mut self, error: BoxError) -> Option<Result<Frame<Bytes>, BoxError>> {
-        self.delivery.broken(&error.to_string(), true);
-        let message = format!("worker {} broke off the answer: {error}", self.delivery.engine.id);
+        let why = in_full(&*error);
+        self.delivery.broken(&why, true);
+        let message = format!("worker {} broke off the answer: {why}", self.delivery.engine.id);
         self.end_with(&message, error)
     }
 

@@ -26,6 +26,7 @@ use crate::gateway::ids::body_with;
 use crate::gateway::lesson::FIELD;
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
+use crate::outbound::in_full;
 use crate::tenant::pass::{REQUEST_ID_HEADER, engine_headers};
 
 /// Size limit of a prefill's response: one token and its transfer parameters.
@@ -152,7 +153,8 @@ pub(super) async fn open(
                     first = frame.into_data().ok().filter(|data| !data.is_empty());
                 }
                 Some(Err(error)) => {
-                    return Err(broken(format!("worker {id} broke off its answer: {error}")));
+                    let why = in_full(&error);
+                    return Err(broken(format!("worker {id} broke off its answer: {why}")));
                 }
                 None => break,
             }
@@ -218,7 +220,7 @@ pub(super) async fn prefill(
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_PREFILL_ANSWER_BYTES).collect().await;
         let body = body.map_err(|error| {
-            let message = format!("worker {id} broke off its prefill: {error}");
+            let message = format!("worker {id} broke off its prefill: {}", in_full(&*error));
             Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).fault().died()
         })?;
         Ok((status, body.to_bytes()))
