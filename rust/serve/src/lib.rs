@@ -8,6 +8,7 @@ mod cause;
 mod compute;
 mod connection;
 mod fleet;
+mod found_workers;
 pub mod frontend;
 mod gateway;
 mod http;
@@ -36,6 +37,7 @@ mod via;
 mod worker_allow;
 mod worker_state;
 
+pub use found_workers::FoundWorkers;
 pub use http::Http;
 pub use lock::{Caller, Face, Key, Lock, Pass, Role, check_key, check_keys};
 pub use reject::Reject;

@@ -2,7 +2,6 @@
 
 use kvflash_core::catalog::ModelKey;
 use kvflash_core::ids::InstanceId;
-use kvflash_serve::indexer;
 use pyo3::prelude::*;
 
 use super::catalog::Catalog;
@@ -18,7 +17,7 @@ use super::error::{Raised, released};
 ///     max_workers: Limit of workers.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct FoundWorkers {
-    inner: indexer::FoundWorkers,
+    inner: kvflash_serve::FoundWorkers,
 }
 
 #[pymethods]
@@ -34,7 +33,7 @@ impl FoundWorkers {
     ) -> Self {
         let key = ModelKey { model_name, tenant_id: tenant_id.to_owned() };
         let catalog = std::sync::Arc::clone(&catalog.inner);
-        Self { inner: indexer::FoundWorkers::new(catalog, key, block_size, max_workers) }
+        Self { inner: kvflash_serve::FoundWorkers::new(catalog, key, block_size, max_workers) }
     }
 
     /// Follow an engine, ``URL[,events=...][,replay=...][,id=N][,dp=N][,role=...]``; returns its

@@ -10,9 +10,9 @@ use kvflash_core::fleet::{Card, Change, Hearing, Roster, broker_path};
 use kvflash_core::ids::InstanceId;
 use parking_lot::Mutex;
 
-use super::super::frontend::engine_spec::EngineSpec;
-use super::super::frontend::runtime::spec::WorkerSpec;
 use crate::fleet::{PREFILL_TENANT, follow};
+use crate::frontend::engine_spec::EngineSpec;
+use crate::frontend::runtime::spec::WorkerSpec;
 
 /// An indexer's workers without registration.
 pub struct FoundWorkers {
