@@ -1,31 +1,28 @@
-//! Engines that are discovered rather than registered: by flags, in DNS, in discovery. The index
-//! follows their events under the ids that routers use.
+//! Workers that are discovered rather than registered: by flags, in DNS, in discovery. An index
+//! follows their events under the ids that routers use, and one model's selector decides between
+//! them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvflash_core::catalog::{Catalog, ModelKey, Source};
 use kvflash_core::error::Result;
-use kvflash_core::fleet::{Card, Change, Hearing, Roster, broker_path};
+use kvflash_core::fleet::{Card, Change, Effect, Hearing, Roster, WorkerState, broker_path};
 use kvflash_core::ids::InstanceId;
+use kvflash_core::select::Selector;
 use parking_lot::Mutex;
 
-use crate::fleet::{PREFILL_TENANT, follow};
+use crate::fleet::{PREFILL_TENANT, follow, listen};
 use crate::frontend::engine_spec::EngineSpec;
 use crate::frontend::runtime::spec::WorkerSpec;
 
-/// An indexer's workers without registration.
+/// The workers of an index, or of one selector.
 pub struct FoundWorkers {
     catalog: Arc<Catalog>,
-    /// Model card of engines that are known only by address.
+    /// Model card of engines that are known only by address, and of all workers of a selector.
     card: Card,
-    tables: Mutex<Tables>,
-}
-
-struct Tables {
-    roster: Roster,
-    /// The spec of each from discovery.
-    specs: BTreeMap<InstanceId, WorkerSpec>,
+    selector: Option<Arc<Selector>>,
+    roster: Mutex<Roster>,
 }
 
 impl FoundWorkers {
@@ -38,9 +35,17 @@ impl FoundWorkers {
         max_workers: usize,
     ) -> Self {
         let card = Card { block_size, ..Card::new(key) };
-        let roster = Roster::new(Hearing::Sockets, max_workers);
-        let tables = Mutex::new(Tables { roster, specs: BTreeMap::new() });
-        Self { catalog, card, tables }
+        let roster = Mutex::new(Roster::new(Hearing::Sockets, max_workers));
+        Self { catalog, card, selector: None, roster }
+    }
+
+    /// The workers of `selector`, without any yet. They all serve its model in its blocks, whatever
+    /// their cards say.
+    pub fn of_selector(catalog: Arc<Catalog>, selector: Arc<Selector>, hearing: Hearing) -> Self {
+        let block_size = Some(selector.block_size());
+        let card = Card { block_size, ..Card::new(selector.model().key.clone()) };
+        let roster = Mutex::new(Roster::new(hearing, usize::MAX));
+        Self { catalog, card, selector: Some(selector), roster }
     }
 
     /// Follows an engine given as `URL[,events=...][,replay=...][,id=N][,dp=N][,role=...]`; returns
@@ -50,8 +55,8 @@ impl FoundWorkers {
     /// `Config` for an invalid spec; `Conflict` for an existing id; those of the catalog.
     pub fn add(&self, spec: &str) -> Result<InstanceId> {
         let spec: EngineSpec = spec.parse()?;
-        let mut tables = self.tables.lock();
-        let free = || (1..).find(|id| !tables.roster.has(*id));
+        let mut roster = self.roster.lock();
+        let free = || (1..).find(|id| !roster.has(*id));
         let id = spec.instance_id.or_else(free).expect("fewer workers than numbers");
         let mut card = self.card.clone();
         if spec.is_prefill {
@@ -76,7 +81,8 @@ impl FoundWorkers {
             ),
             Some(_) => {}
         }
-        self.join(&mut tables, Change::Joined { id, ranks, events, registrant: None }, card)?;
+        let joined = Change::Joined { id, ranks, events, registrant: None };
+        self.join(&mut roster, joined, WorkerState::Active, card)?;
         Ok(id)
     }
 
@@ -86,28 +92,35 @@ impl FoundWorkers {
     /// `Config` naming the field; `Overloaded` at the limit; those of the catalog.
     pub fn put(&self, json: &str) -> Result<InstanceId> {
         let spec = WorkerSpec::parse(json)?;
-        let id = spec.id;
-        let mut tables = self.tables.lock();
-        let before = tables.specs.get(&id);
-        let (ranks, events) = (spec.dp_size(), spec.events.clone());
-        if before.is_some_and(|before| before.is_same_but_events(&spec)) {
-            let followed = self.change(&mut tables, Change::Events { id, events });
-            tables.specs.insert(id, spec);
-            return followed.map(|()| id);
-        }
-        if before.is_some() {
-            self.leave(&mut tables, id)?;
-        }
-        let tenant = if spec.is_prefill() { PREFILL_TENANT } else { "default" };
-        let model_name = spec.card.model_name.clone();
-        let card = Card {
-            block_size: spec.card.kv_cache_block_size,
-            capacity_blocks: spec.card.total_kv_blocks.filter(|blocks| *blocks > 0),
-            source: Source::Discovery,
-            ..Card::new(ModelKey { model_name, tenant_id: tenant.to_owned() })
+        let (id, ranks) = (spec.id, spec.dp_size());
+        let card = match &self.selector {
+            Some(_) => Card { report: spec.report(), ..self.card.clone() },
+            None => Card { source: Source::Discovery, ..spec.model() },
         };
-        self.join(&mut tables, Change::Joined { id, ranks, events, registrant: None }, card)?;
-        tables.specs.insert(id, spec);
+        let mut roster = self.roster.lock();
+        let is_same = roster.is_same(id, ranks, &card);
+        if is_same {
+            self.change(&mut roster, Change::Card { id, card })?;
+        } else {
+            let state = roster.state_of(id);
+            if state.is_some() {
+                self.change(&mut roster, Change::Left { id })?;
+            }
+            let events = BTreeMap::new();
+            let joined = Change::Joined { id, ranks, events, registrant: None };
+            self.join(&mut roster, joined, state.unwrap_or(spec.state), card)?;
+        }
+        let events = Change::Events { id, events: spec.events };
+        if let Err(error) = self.change(&mut roster, events) {
+            if self.selector.is_none() {
+                if !is_same {
+                    self.change(&mut roster, Change::Left { id })?;
+                }
+                return Err(error);
+            }
+            // It serves without them: its cache is not known and earns no credit.
+            tracing::error!(worker = id, %error, "cannot subscribe to its events");
+        }
         Ok(id)
     }
 
@@ -116,34 +129,47 @@ impl FoundWorkers {
     /// # Errors
     /// `NotFound`.
     pub fn remove(&self, id: InstanceId) -> Result<()> {
-        self.leave(&mut self.tables.lock(), id)
+        self.change(&mut self.roster.lock(), Change::Left { id })
     }
 
-    /// Sets whether a worker takes new requests; the index is not affected.
+    /// Sets whether a worker takes new requests; an index is not affected.
     ///
     /// # Errors
     /// `NotFound`; `Config` for an unknown state.
     pub fn set_state(&self, id: InstanceId, state: &str) -> Result<()> {
-        self.change(&mut self.tables.lock(), Change::State { id, state: state.parse()? })
+        self.change(&mut self.roster.lock(), Change::State { id, state: state.parse()? })
     }
 
-    fn join(&self, tables: &mut Tables, change: Change, card: Card) -> Result<()> {
-        let id = change.id();
-        self.change(tables, change)?;
-        let served = self.change(tables, Change::Card { id, card });
+    fn join(
+        &self,
+        roster: &mut Roster,
+        joined: Change,
+        state: WorkerState,
+        card: Card,
+    ) -> Result<()> {
+        let id = joined.id();
+        self.change(roster, joined)?;
+        self.change(roster, Change::State { id, state })?;
+        let served = self.change(roster, Change::Card { id, card });
         if served.is_err() {
-            self.leave(tables, id)?;
+            self.change(roster, Change::Left { id })?;
         }
         served
     }
 
-    fn leave(&self, tables: &mut Tables, id: InstanceId) -> Result<()> {
-        tables.specs.remove(&id);
-        self.change(tables, Change::Left { id })
-    }
-
-    fn change(&self, tables: &mut Tables, change: Change) -> Result<()> {
-        follow(&mut tables.roster, change, |effect| crate::fleet::listen(&self.catalog, effect))
+    fn change(&self, roster: &mut Roster, change: Change) -> Result<()> {
+        follow(roster, change, |effect| match (&self.selector, effect) {
+            (Some(selector), Effect::SetWorkers(_, workers)) => selector.set_workers(&workers),
+            (Some(selector), Effect::SetDraining(_, ids)) => {
+                selector.set_draining(ids);
+                Ok(())
+            }
+            (Some(selector), Effect::Report(_, worker, report)) => {
+                selector.busy.report(worker, &report);
+                Ok(())
+            }
+            (_, effect) => listen(&self.catalog, effect),
+        })
     }
 }
 
@@ -151,7 +177,10 @@ impl FoundWorkers {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use kvflash_core::catalog::Publisher;
+    use kvflash_core::clock::SystemClock;
     use kvflash_core::error::Error;
+    use kvflash_core::ids::Worker;
+    use kvflash_core::select::{Policies, Report, SelectorConfig};
     use serde_json::{Value, json};
 
     use super::*;
@@ -216,5 +245,40 @@ mod tests {
         let error = found.put(&worker(6, sizes[1].clone(), "tcp://h:2")).unwrap_err();
         assert!(matches!(error, Error::Conflict(_)), "{error}");
         assert_eq!(listened(&found), ["5:0 n:default tcp://h:1 found"]);
+    }
+
+    #[test]
+    fn the_workers_of_a_selector_serve_its_model() {
+        let catalog = Arc::new(Catalog::default());
+        let key = ModelKey { model_name: "m".into(), tenant_id: "default".into() };
+        let model = catalog.model_or_create(&key, Some(16)).unwrap();
+        let clock = Arc::new(SystemClock::default());
+        let config = SelectorConfig::default();
+        let policies = Policies::default();
+        let selector = Arc::new(Selector::with_policies(config, policies, model, clock).unwrap());
+        let found = FoundWorkers::of_selector(catalog, Arc::clone(&selector), Hearing::All);
+        let ranks =
+            || selector.loads().iter().map(|load| load.worker.to_string()).collect::<Vec<_>>();
+        // Neither another model nor another block size keeps it away.
+        let card = json!({"model_name": "n", "kv_cache_block_size": 32, "total_kv_blocks": 0});
+        found.put(&worker(5, card, "tcp://h:1")).unwrap();
+        assert_eq!(listened(&found), ["5:0 m:default tcp://h:1"]);
+        let rank = Worker::new(5, 0);
+        assert_eq!(selector.busy.reported(rank), Some(Report::default()));
+        // What changes but its ranks leaves it in its place.
+        found.set_state(5, "draining").unwrap();
+        found
+            .put(&worker(5, json!({"model_name": "n", "total_kv_blocks": 9}), "tcp://h:2"))
+            .unwrap();
+        assert_eq!(listened(&found), ["5:0 m:default tcp://h:2"]);
+        assert_eq!(selector.busy.reported(rank).unwrap().kv_total_blocks, Some(9));
+        found.put(&worker(5, json!({"model_name": "n", "dp_size": 2}), "tcp://h:2")).unwrap();
+        assert_eq!(ranks(), ["5:0", "5:1"]);
+        assert!(selector.draining.has(5));
+        // It takes requests, even if its events can't be received.
+        found.put(&worker(6, json!({"model_name": "n"}), "nowhere")).unwrap();
+        assert_eq!(ranks(), ["5:0", "5:1", "6:0"]);
+        found.remove(5).unwrap();
+        assert_eq!((ranks(), listened(&found).len()), (vec!["6:0".to_owned()], 0));
     }
 }

@@ -60,23 +60,12 @@ impl FoundWorkers {
         released(py, || self.inner.put(worker))
     }
 
-    /// Set whether a worker takes new requests; its events are followed either way.
-    ///
-    /// Args:
-    ///     instance_id: The worker.
-    ///     state: ``active`` or ``draining``.
-    ///
-    /// Raises:
-    ///     ConfigError: An unknown state.
-    ///     NotFoundError: An unknown worker.
+    /// As :meth:`Frontend.set_worker_state`; its events are followed either way.
     fn set_worker_state(&self, py: Python<'_>, instance_id: InstanceId, state: &str) -> Raised<()> {
         released(py, || self.inner.set_state(instance_id, state))
     }
 
-    /// Stop following a worker, and forget its blocks.
-    ///
-    /// Raises:
-    ///     NotFoundError: It is not followed.
+    /// Stop following a worker, and forget its blocks; NotFoundError if it is not followed.
     fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> Raised<()> {
         released(py, || self.inner.remove(instance_id))
     }

@@ -10,6 +10,7 @@ use hyper_util::service::TowerToHyperService;
 use kvflash_core::catalog;
 use kvflash_core::clock::SystemClock;
 use kvflash_core::error::Error;
+use kvflash_core::ids::InstanceId;
 use kvflash_core::select::{self, Selection};
 use kvflash_core::settings::Concern;
 use kvflash_serve::router::{RouterApp, RouterOptions};
@@ -154,6 +155,33 @@ impl Router {
     /// Cost: O(workers); releases the GIL.
     fn registered(&self, py: Python<'_>) -> Vec<(u64, String, String, Option<String>, u64)> {
         py.detach(|| self.app.registered())
+    }
+
+    /// Add or change a worker of discovery.
+    ///
+    /// Args:
+    ///     worker: As :meth:`Frontend.put_worker` takes it, plus its ``url`` for gateways, and the
+    ///         ``state`` in which it joins. Its plane is not used here.
+    ///
+    /// Returns:
+    ///     Its instance id.
+    ///
+    /// Raises:
+    ///     ConfigError: Names the field at fault.
+    ///     ConflictError: The id of a registered worker, or a block size other than the model's.
+    ///     OverloadedError: The limit of workers, ranks or models is reached.
+    fn put_worker(&self, py: Python<'_>, worker: &str) -> Raised<InstanceId> {
+        released(py, || self.app.put_worker(worker))
+    }
+
+    /// As :meth:`Frontend.set_worker_state`.
+    fn set_worker_state(&self, py: Python<'_>, instance_id: InstanceId, state: &str) -> Raised<()> {
+        released(py, || self.app.set_worker_state(instance_id, state))
+    }
+
+    /// Remove a worker, its blocks and its requests; NotFoundError for an unknown one.
+    fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> Raised<()> {
+        released(py, || self.app.remove_worker(instance_id))
     }
 
     /// Bind and serve in the background. Returns the bound port.

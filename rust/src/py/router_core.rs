@@ -6,13 +6,14 @@ use std::sync::Arc;
 use kvflash_core::catalog::{self, ModelKey, dump_events};
 use kvflash_core::clock::{Clock, SystemClock};
 use kvflash_core::error::Error;
+use kvflash_core::fleet::Hearing;
 use kvflash_core::hash;
-use kvflash_core::ids::Worker;
+use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::{EngineMetrics, Sample};
 use kvflash_core::select::{
     Ask, Overlap, Queue, QueueOptions, Report, Request, Selector, StartGate, Thresholds, Usage,
 };
-use kvflash_serve::RoutingOptions;
+use kvflash_serve::{FoundWorkers, RoutingOptions};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
@@ -20,7 +21,7 @@ use super::bookings::Bookings;
 use super::buffer::tokens;
 use super::catalog::{Catalog, registration};
 use super::decider::{Decider, Decisions, Desk, Selected, selected};
-use super::error::{Fault, Raised};
+use super::error::{Fault, Raised, released};
 use super::policy_desk::PolicyDesk;
 use super::query::{SHORT_TOKENS, detached};
 use super::router_ask::Options;
@@ -80,6 +81,7 @@ pub(super) struct RouterCore {
     clock: Arc<SystemClock>,
     selector: Arc<Selector>,
     key: ModelKey,
+    workers: FoundWorkers,
     /// Tokens in a block.
     #[pyo3(get)]
     block_size: u32,
@@ -162,7 +164,10 @@ impl RouterCore {
             start: StartGate::new(options.min_initial_workers, "be there", "min_initial_workers"),
         };
         let component = Arc::new(component);
-        Ok(Self { catalog, clock, selector, key, block_size, uses_events, component })
+        let hearing = if uses_events { Hearing::All } else { Hearing::Nothing };
+        let workers =
+            FoundWorkers::of_selector(Arc::clone(&catalog), Arc::clone(&selector), hearing);
+        Ok(Self { catalog, clock, selector, key, workers, block_size, uses_events, component })
     }
 
     /// The catalog of its models, engines and their blocks; the transport reads its orders and
@@ -204,6 +209,32 @@ impl RouterCore {
     #[getter]
     fn is_caught_up(&self, py: Python<'_>) -> bool {
         py.detach(|| self.catalog.is_caught_up())
+    }
+
+    /// Add or change a worker of discovery; it counts as one of this model, whatever its card says.
+    ///
+    /// Args:
+    ///     worker: As :meth:`Router.put_worker` takes it. A worker with another number of ranks is a
+    ///         new one. Ranks whose events can't be subscribed to are logged, and take requests.
+    ///
+    /// Returns:
+    ///     Its instance id.
+    ///
+    /// Raises:
+    ///     ConfigError: Names the field at fault.
+    ///     OverloadedError: More than 65,535 ranks.
+    fn put_worker(&self, py: Python<'_>, worker: &str) -> Raised<InstanceId> {
+        released(py, || self.workers.put(worker))
+    }
+
+    /// As :meth:`Frontend.set_worker_state`; requests pinned to a draining one go elsewhere.
+    fn set_worker_state(&self, py: Python<'_>, instance_id: InstanceId, state: &str) -> Raised<()> {
+        released(py, || self.workers.set_state(instance_id, state))
+    }
+
+    /// Remove a worker, its blocks and its requests; NotFoundError for an unknown one.
+    fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> Raised<()> {
+        released(py, || self.workers.remove(instance_id))
     }
 
     /// Set the workers as (instance, rank); all others are forgotten.

@@ -451,6 +451,18 @@ impl Roster {
         cards.find_map(|card| card.as_ref()?.block_size)
     }
 
+    /// Whether it has joined with these ranks, and `card` differs from its own in nothing that its
+    /// blocks depend on.
+    pub fn is_same(&self, id: InstanceId, ranks: u32, card: &Card) -> bool {
+        let is_same = |own: &Card| {
+            (&own.key, own.block_size, own.capacity_blocks)
+                == (&card.key, card.block_size, card.capacity_blocks)
+        };
+        self.members.get(&id).is_some_and(|member| {
+            member.ranks == ranks && member.card.as_ref().is_some_and(is_same)
+        })
+    }
+
     /// The known event endpoints of its ranks.
     pub fn events_of(&self, id: InstanceId) -> BTreeMap<u32, EventSpec> {
         self.members.get(&id).map(|member| member.events.clone()).unwrap_or_default()

@@ -11,7 +11,6 @@ use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Card, Change, Claim, EventSpec, Hearing, Roster, WorkerState};
 use kvflash_core::ids::InstanceId;
-use kvflash_core::select::Report;
 use parking_lot::Mutex;
 
 use super::engine::{Engine, EngineNotes, Member, Pool, Route};
@@ -232,12 +231,7 @@ impl Fleet {
         let key = key_of(&name, is_prefill);
         // Prefill workers can't serve by themselves.
         let names = if is_prefill { Vec::new() } else { notes.models.clone() };
-        let sizes = |member: &Arc<Member>| Report {
-            kv_total_blocks: member.spec.card.total_kv_blocks,
-            max_num_batched_tokens: member.spec.card.max_num_batched_tokens,
-            ..Report::default()
-        };
-        let report = engine.member.as_ref().map(sizes).unwrap_or_default();
+        let report = engine.member.as_ref().map(|member| member.spec.report()).unwrap_or_default();
         let card = Card { names, report, ..Card::new(key.clone()) };
         let joined = self.fleet.change(&mut tables, Change::Card { id, card });
         self.forget_prefill(&tables);

@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvflash_core::catalog::{Catalog, ModelKey};
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
-use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, port_of};
+use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, WorkerState, port_of};
 use kvflash_core::ids::{InstanceId, Worker};
 
 use super::super::frontend::engine_spec::address_of;
 use super::request::NewWorker;
 use crate::RoutingOptions;
 use crate::fleet::{self, Common, PREFILL_TENANT};
+use crate::frontend::runtime::spec::WorkerSpec;
 
 /// A registered worker.
 #[derive(Debug)]
@@ -24,6 +25,8 @@ pub(super) struct Member {
     pub dp_size: u32,
     /// Number of registrations before it; differs when it joins again.
     pub joined: u64,
+    /// Whether it comes from discovery.
+    is_found: bool,
 }
 
 impl Member {
@@ -35,6 +38,7 @@ impl Member {
 
 /// All workers of one model and tenant.
 pub(super) type Pool = fleet::Pool<Member, ()>;
+type Tables = fleet::Tables<Member, ()>;
 
 impl Pool {
     pub fn member(&self, id: InstanceId) -> Option<Arc<Member>> {
@@ -97,11 +101,7 @@ impl Fleet {
         new.check()?;
         let mut tables = self.fleet.write();
         let (id, report) = (new.worker_id, new.report());
-        if let Some(ModelKey { model_name, tenant_id }) = tables.roster.key_of(id) {
-            return Err(Error::Conflict(format!(
-                "worker_id {id} is already registered for model={model_name} tenant={tenant_id}"
-            )));
-        }
+        check_free(&tables, id)?;
         tables.roster.check_room(new.dp_size, new.registrant)?;
         for (field, address) in
             [("endpoint", &new.endpoint), ("replay_endpoint", &new.replay_endpoint)]
@@ -110,23 +110,63 @@ impl Fleet {
         }
         let events = events(&new)?;
         let key = ModelKey { model_name: new.model_name, tenant_id: new.tenant_id };
-        let (url, dp_size) = (new.url, new.dp_size);
-        let joined = self.registered_total.load(Ordering::Relaxed);
-        let member = Arc::new(Member { id, url, dp_size, joined });
-        let (ranks, registrant) = (new.dp_size, new.registrant);
+        let (capacity_blocks, block_size) = (new.kv_total_blocks, new.block_size);
+        let card = Card { capacity_blocks, block_size, report, ..Card::new(key) };
+        let (ranks, registrant, joined) = (new.dp_size, new.registrant, self.registrations());
+        let member = Member { id, url: new.url, dp_size: ranks, joined, is_found: false };
         let change = Change::Joined { id, ranks, events, registrant };
-        self.fleet.join(&mut tables, change, Arc::clone(&member))?;
-        self.fleet.change(&mut tables, Change::State { id, state: new.state })?;
-        let capacity_blocks = new.kv_total_blocks;
-        let block_size = new.block_size;
-        let card = Card { capacity_blocks, block_size, report, ..Card::new(key.clone()) };
-        if let Err(error) = self.fleet.change(&mut tables, Change::Card { id, card }) {
-            self.fleet.leave(&mut tables, id)?;
+        self.join(&mut tables, member, change, new.state, card)
+    }
+
+    /// Adds a worker of discovery, or applies its changes. With other ranks or blocks, another model
+    /// or address it is a new worker.
+    ///
+    /// # Errors
+    /// `Conflict` for the id of a registered worker or a block size that differs from the model's,
+    /// `Overloaded` at a limit.
+    pub fn put(&self, spec: WorkerSpec) -> Result<()> {
+        let (id, ranks, card) = (spec.id, spec.dp_size(), spec.model());
+        let (events, mut state) = (spec.events, spec.state);
+        let mut tables = self.fleet.write();
+        match tables.members.get(&id) {
+            Some(member) if member.is_found => {
+                if member.url == spec.url && tables.roster.is_same(id, ranks, &card) {
+                    self.fleet.change(&mut tables, Change::Card { id, card })?;
+                    return self.fleet.change(&mut tables, Change::Events { id, events });
+                }
+                state = tables.roster.state_of(id).unwrap_or(state);
+                self.fleet.leave(&mut tables, id)?;
+            }
+            _ => check_free(&tables, id)?,
+        }
+        let (url, joined) = (spec.url, self.registrations());
+        let member = Member { id, url, dp_size: ranks, joined, is_found: true };
+        let change = Change::Joined { id, ranks, events, registrant: None };
+        self.join(&mut tables, member, change, state, card).map(drop)
+    }
+
+    fn join(
+        &self,
+        tables: &mut Tables,
+        member: Member,
+        joined: Change,
+        state: WorkerState,
+        card: Card,
+    ) -> Result<(Arc<Pool>, Arc<Member>)> {
+        let (id, key, member) = (member.id, card.key.clone(), Arc::new(member));
+        self.fleet.join(tables, joined, Arc::clone(&member))?;
+        self.fleet.change(tables, Change::State { id, state })?;
+        if let Err(error) = self.fleet.change(tables, Change::Card { id, card }) {
+            self.fleet.leave(tables, id)?;
             return Err(error);
         }
         // Relaxed: the lock orders it.
         self.registered_total.fetch_add(1, Ordering::Relaxed);
         Ok((Arc::clone(&tables.pools[&key]), member))
+    }
+
+    fn registrations(&self) -> u64 {
+        self.registered_total.load(Ordering::Relaxed)
     }
 
     /// Removes a worker with its requests, load and blocks.
@@ -217,8 +257,16 @@ impl Fleet {
     /// Registered workers, and registrations so far.
     pub fn counts(&self) -> (usize, u64) {
         let tables = self.fleet.read();
-        (tables.roster.len(), self.registered_total.load(Ordering::Relaxed))
+        (tables.roster.len(), self.registrations())
     }
+}
+
+/// Checks that no worker has this id.
+fn check_free(tables: &Tables, id: InstanceId) -> Result<()> {
+    let Some(ModelKey { model_name, tenant_id }) = tables.roster.key_of(id) else { return Ok(()) };
+    Err(Error::Conflict(format!(
+        "worker_id {id} is already registered for model={model_name} tenant={tenant_id}"
+    )))
 }
 
 /// The event endpoints of a worker's ranks.

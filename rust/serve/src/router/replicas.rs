@@ -8,21 +8,51 @@ use kvflash_core::select::{Outbox, Queue, Request, Selection, Selector};
 
 use super::fleet::{Member, Pool};
 use super::routes::RouterApp;
+use crate::frontend::runtime::spec::WorkerSpec;
 
 impl RouterApp {
     /// The selector of a request, with its queue, if there is one.
     ///
     /// # Errors
-    /// `NotFound` for an unknown model; `InvalidArgument` if there are several and none is named;
+    /// `NotFound` for an unknown model of several; `InvalidArgument` if there are several and none is named;
     /// `NoWorker` while the start gate waits for workers.
     pub fn find(
         &self,
         model_name: Option<&str>,
         pinned: Option<InstanceId>,
     ) -> Result<(Arc<Selector>, Option<Arc<Queue>>)> {
+        // With a single model, requests may use any name for it.
+        let model_name = model_name.filter(|_| self.app.fleet.read().pools.len() > 1);
         let pool = self.app.fleet.meant(model_name, None, pinned)?;
         self.app.started()?;
         Ok((Arc::clone(&pool.selector), pool.queue.clone()))
+    }
+
+    /// Adds or changes a worker of discovery, from its JSON; returns its id.
+    ///
+    /// # Errors
+    /// `Config`, naming the field; `Conflict` for the id of a registered worker or a block size that
+    /// differs from the model's; `Overloaded` at a limit.
+    pub fn put_worker(&self, json: &str) -> Result<InstanceId> {
+        let spec = WorkerSpec::parse(json)?;
+        let id = spec.id;
+        self.app.fleet.put(spec).map(|()| id)
+    }
+
+    /// Removes a worker of discovery with its requests, load and blocks.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn remove_worker(&self, id: InstanceId) -> Result<()> {
+        self.app.fleet.remove(id)
+    }
+
+    /// Sets whether a worker takes new requests.
+    ///
+    /// # Errors
+    /// `NotFound`; `Config` for an unknown state.
+    pub fn set_worker_state(&self, id: InstanceId, state: &str) -> Result<()> {
+        self.app.fleet.set_state(id, state.parse()?).map(drop)
     }
 
     /// Queries the remote indexer for the overlaps of the prompt, if there is one.

@@ -12,13 +12,13 @@ use hyper::service::Service;
 use hyper_util::service::TowerToHyperService;
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::ManualClock;
+use kvflash_core::error::Error;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::select::{Ask, Pin, Prompt};
 use serde_json::json;
 use tokio::runtime::Builder;
 
 use super::answer::worker_entries;
-use super::app::App;
 use super::routes::metrics;
 use super::{RouterApp, RouterOptions};
 use crate::{Face, Http, HttpSettings, Peer, Reject};
@@ -26,7 +26,7 @@ use crate::{Face, Http, HttpSettings, Peer, Reject};
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-fn router(workers: usize) -> Arc<App> {
+fn router(workers: usize) -> RouterApp {
     let catalog = Arc::new(Catalog::default());
     let clock = Arc::new(ManualClock::default());
     let router = RouterApp::new(RouterOptions::default(), catalog, clock).unwrap();
@@ -34,14 +34,14 @@ fn router(workers: usize) -> Arc<App> {
         let new = serde_json::from_value(json!({ "worker_id": id, "model_name": "m" })).unwrap();
         router.app.fleet.add(new).unwrap();
     }
-    router.app
+    router
 }
 
 #[test]
 fn scrapes_at_once_tell_of_every_worker() {
     const WORKERS: usize = 300;
     const ROUNDS: usize = 40;
-    let app = router(WORKERS);
+    let app = router(WORKERS).app;
     let runtime = Builder::new_multi_thread().worker_threads(4).build().unwrap();
     let scrapes: Vec<_> = (0..4)
         .map(|_| {
@@ -78,7 +78,7 @@ async fn it_is_live_without_workers() {
 
 #[test]
 fn a_worker_whose_ranks_do_not_fit_is_refused() {
-    let app = router(0);
+    let app = router(0).app;
     let add = |id: u64, dp_size: u32| {
         let new = json!({ "worker_id": id, "model_name": "m", "dp_size": dp_size });
         app.fleet.add(serde_json::from_value(new).unwrap()).map(|_| ())
@@ -101,7 +101,7 @@ fn a_worker_whose_ranks_do_not_fit_is_refused() {
 
 #[test]
 fn a_block_size_lasts_as_long_as_a_worker_that_knows_it() {
-    let app = router(0);
+    let app = router(0).app;
     let add = |id: u64, more: serde_json::Value| {
         let mut new = json!({ "worker_id": id, "model_name": "m" });
         new.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -152,7 +152,7 @@ fn a_worker_that_was_removed_does_not_come_back_with_a_restart() {
 
 #[test]
 fn a_draining_worker_is_registered_and_not_chosen() {
-    let app = router(2);
+    let app = router(2).app;
     let draining = |ids: &[u64]| {
         let entries = serde_json::to_value(worker_entries(&app, None)).unwrap();
         let states = entries.as_array().unwrap().iter();
@@ -180,7 +180,7 @@ fn a_draining_worker_is_registered_and_not_chosen() {
 
 #[test]
 fn a_scrape_holds_up_no_connection() {
-    let app = router(1);
+    let app = router(1).app;
     let runtime = Builder::new_multi_thread().worker_threads(1).build().unwrap();
     let held = app.common.more.write();
     let (begun, has_begun) = mpsc::channel();
@@ -199,4 +199,42 @@ fn a_scrape_holds_up_no_connection() {
     assert_eq!(runtime.block_on(scrape).unwrap(), 200);
     runtime.block_on(other).unwrap();
     outcome.expect("the only serving thread was held up");
+}
+
+#[test]
+fn a_worker_of_discovery_is_put_in_its_place() {
+    let router = router(1);
+    let app = &router.app;
+    let put = |id: u64, card: serde_json::Value, port: u16| {
+        let events = json!({"0": {"endpoint": format!("tcp://h:{port}")}});
+        let plane = json!({"kind": "tcp", "address": "nowhere:1"});
+        let spec = json!({"id": id, "plane": plane, "endpoint": "n/c/e", "url": "h:7", "card": card,
+            "events": events, "state": "draining"});
+        router.put_worker(&spec.to_string())
+    };
+    let card = json!({"model_name": "m", "kv_cache_block_size": 16, "total_kv_blocks": 0});
+    assert_eq!(put(7, card.clone(), 1).unwrap(), 7);
+    let (pool, member) = app.fleet.known(7).unwrap();
+    assert_eq!((member.url.as_deref(), member.joined), (Some("h:7"), 1));
+    assert!(pool.selector.draining.has(7));
+    let sockets = || {
+        let publishers = app.catalog.publishers();
+        publishers.iter().map(|one| one.view().endpoint).collect::<Vec<_>>()
+    };
+    // With other events it is the same worker, with another card a new one, in its state.
+    router.set_worker_state(7, "active").unwrap();
+    put(7, card, 2).unwrap();
+    assert_eq!((app.fleet.known(7).unwrap().1.joined, sockets()), (1, vec!["tcp://h:2".into()]));
+    put(7, json!({"model_name": "m", "dp_size": 2}), 2).unwrap();
+    assert_eq!(app.fleet.known(7).unwrap().1.joined, 2);
+    assert!(!pool.selector.draining.has(7));
+    // A gateway's worker stays as it is.
+    let refused = put(1, json!({"model_name": "m"}), 3).unwrap_err();
+    assert!(matches!(refused, Error::Conflict(_)), "{refused}");
+    router.remove_worker(7).unwrap();
+    assert!(matches!(router.remove_worker(7), Err(Error::NotFound(_))));
+    // The name counts once there are several models.
+    assert!(router.find(Some("x"), None).is_ok());
+    put(8, json!({"model_name": "n"}), 4).unwrap();
+    assert!(matches!(router.find(Some("x"), None), Err(Error::NotFound(_))));
 }

@@ -2,13 +2,16 @@
 
 use std::collections::BTreeMap;
 
+use kvflash_core::catalog::ModelKey;
 use kvflash_core::error::{Error, Result};
-use kvflash_core::fleet::EventSpec;
+use kvflash_core::fleet::{self, EventSpec, WorkerState};
 use kvflash_core::ids::InstanceId;
+use kvflash_core::select::Report;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::super::engine_spec::MAX_RANKS;
+use crate::fleet::PREFILL_TENANT;
 
 /// Longest name, address or path.
 const MAX_NAME_BYTES: usize = 4_096;
@@ -79,6 +82,11 @@ pub(crate) struct WorkerSpec {
     /// By data-parallel rank.
     #[serde(default)]
     pub events: BTreeMap<u32, EventSpec>,
+    /// Its address for gateways, where they send it requests.
+    pub url: Option<String>,
+    /// Whether it takes new requests when it joins a router.
+    #[serde(default)]
+    pub state: WorkerState,
 }
 
 impl WorkerSpec {
@@ -159,9 +167,33 @@ impl WorkerSpec {
         self.card.model_type.iter().any(|kind| kind.eq_ignore_ascii_case("prefill"))
     }
 
+    /// The initial report of its ranks; an engine that does not know its blocks says 0.
+    pub fn report(&self) -> Report {
+        Report {
+            kv_total_blocks: self.card.total_kv_blocks.filter(|blocks| *blocks > 0),
+            max_num_batched_tokens: self.card.max_num_batched_tokens,
+            ..Report::default()
+        }
+    }
+
+    /// Its model, in an index of its own if it only prefills.
+    pub fn model(&self) -> fleet::Card {
+        let tenant = if self.is_prefill() { PREFILL_TENANT } else { "default" };
+        let key =
+            ModelKey { model_name: self.card.model_name.clone(), tenant_id: tenant.to_owned() };
+        let report = self.report();
+        fleet::Card {
+            block_size: self.card.kv_cache_block_size,
+            capacity_blocks: report.kv_total_blocks,
+            report,
+            ..fleet::Card::new(key)
+        }
+    }
+
     /// The same but for its events.
     pub fn is_same_but_events(&self, other: &Self) -> bool {
-        let plain = |spec: &Self| Self { events: BTreeMap::new(), ..spec.clone() };
+        let state = self.state;
+        let plain = |spec: &Self| Self { events: BTreeMap::new(), state, ..spec.clone() };
         plain(self) == plain(other)
     }
 
