@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from kvflash._core import FoundWorkers, Frontend
+from kvflash._core import FoundWorkers, Frontend, Router, RouterCore
 
 logger = logging.getLogger(__name__)
 
@@ -11,6 +11,8 @@ logger = logging.getLogger(__name__)
 Component = tuple[str, str]
 #: A core that takes workers: the frontend, or what an indexer follows.
 Fleet = Frontend | FoundWorkers
+#: A core that takes workers of discovery.
+Taker = Fleet | Router | RouterCore
 
 
 def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -57,6 +59,8 @@ class Replicas:
 
     #: Whether events come over NATS.
     is_nats = False
+    #: Whether nothing is shared: then no call waits.
+    is_alone = True
     # What to do about events that are not received.
     _remedy = "start the worker with --event-plane zmq, since only sockets are read here"
 

@@ -64,6 +64,7 @@ class Cluster(Replicas):
             self._sharing = Sharing(
                 core.bookings, open_discovery=open_discovery, event_plane=flags.event_plane
             )
+        self.is_alone = not self.is_nats and self._sharing is None
         self._lock = threading.Lock()
         self._states: dict[Component, Any] = {}
         # Components whose state has arrived, timed out or can't be reached.

@@ -14,7 +14,7 @@ import pytest
 
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, NotFoundError, OverloadedError
-from kvflash.roster import watch
+from kvflash.roster import feed
 from kvflash.roster.watch import DiscoveryWatch
 from service import DEADLINE_S, until
 
@@ -73,6 +73,8 @@ class SlowFleet:
 
 class Recorder:
     """Records which workers other routers' requests are counted at."""
+
+    is_alone = True
 
     def __init__(self) -> None:
         self.joined: list[int] = []
@@ -311,7 +313,7 @@ def test_who_was_refused_is_removed_from_the_core_too(fleet: SlowFleet) -> None:
 
 @pytest.fixture(params=[3_600.0, 0.02])
 def again_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr(watch, "AGAIN_S", request.param)
+    monkeypatch.setattr(feed, "AGAIN_S", request.param)
     return float(request.param)
 
 
