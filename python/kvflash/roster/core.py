@@ -90,6 +90,17 @@ class Replicas:
         """Whether events from there are received, if they are needed."""
         return not is_brokered(where)
 
+    def events(self, events: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """Of the sockets that a worker announces, those to pass to a core that reads all of them.
+
+        Events in JetStream arrive without a subscription.
+        """
+        return {
+            rank: where
+            for rank, where in announced(events).items()
+            if not is_brokered(where) or (self.is_nats and where["endpoint"].startswith("nats://"))
+        }
+
     def before_worker(
         self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
     ) -> None:

@@ -20,6 +20,7 @@ from kvflash.runtime import Context, DistributedRuntime
 from kvflash.runtime.serving import Handler
 
 if TYPE_CHECKING:
+    from kvflash._core import Router
     from kvflash.router.args import RouterArgs
     from kvflash.router.service import RouterService
 
@@ -37,16 +38,14 @@ class EndpointRouter(Background):
     invalid environment is a ConfigError.
     """
 
-    def __init__(self, router: RouterService, cluster: Cluster, args: RouterArgs) -> None:
+    def __init__(
+        self, router: RouterService, core: Router, cluster: Cluster, args: RouterArgs
+    ) -> None:
         self._runtime = DistributedRuntime.detached()
         workers = self._runtime.endpoint(args.endpoint)
         self._component = workers.component.namespace.component("router")
         self._workers = DiscoveredWorkers(
-            router,
-            self._runtime.discovery,
-            workers.path,
-            model_name=args.model_name,
-            cluster=cluster,
+            core, self._runtime.discovery, workers.path, cluster, model_name=args.model_name
         )
         self._decider, self._is_slow = router.decider, router.is_slow
         self._line = WaitingLine(self._decider, args.router_queue_timeout, is_slow=router.is_slow)
@@ -76,7 +75,7 @@ class EndpointRouter(Background):
             await serving
 
     async def _serve(self) -> None:
-        await self._workers.start()
+        self._workers.start()
         await self._patiently(lambda: self._workers.synced(SYNC_TIMEOUT_S), "the workers")
 
         async def offer(name: str, handler: Handler) -> None:
@@ -102,7 +101,7 @@ class EndpointRouter(Background):
     async def best_worker_id(self, request: Any) -> AsyncIterator[int]:
         """The worker that token ids or a request would go to now; nothing is booked."""
         fields = request if isinstance(request, dict) else {"token_ids": request}
-        query = functools.partial(self._decider.query, _tokens(fields), self._options(fields))
+        query = functools.partial(self._decider.query, _tokens(fields), _options(fields))
         worker_id, _, _, _ = await asyncio.to_thread(query) if self._is_slow else query()
         yield worker_id
 
@@ -115,17 +114,14 @@ class EndpointRouter(Background):
         if not isinstance(request, dict):
             raise InvalidArgumentError(f"a request is an object with token_ids, got {request!r}")
         _tokens(request)
-        options, sent = self._options(request), {"model": "unknown", **request}
+        options, sent = _options(request), {"model": "unknown", **request}
         async with await self._sender.send(sent, options, context.id()) as stream:
             async for item in stream:
                 yield item
 
-    def _options(self, request: dict[str, Any]) -> dict[str, Any]:
-        options = routing_options(request)
-        # With a single model, requests may use any name for it.
-        if len(self._workers.models) > 1:
-            options["model_name"] = request.get("model")
-        return options
+
+def _options(request: dict[str, Any]) -> dict[str, Any]:
+    return {**routing_options(request), "model_name": request.get("model")}
 
 
 def _tokens(request: dict[str, Any]) -> Any:

@@ -80,7 +80,7 @@ class RouterService(FedService):
         if args.endpoint is not None:
             from kvflash.router.endpoint import EndpointRouter  # noqa: PLC0415
 
-            parts.append(EndpointRouter(self, self._cluster, args))
+            parts.append(EndpointRouter(self, self._core, self._cluster, args))
         if args.serve_indexer and namespace is not None:
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
 

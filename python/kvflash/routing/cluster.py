@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvflash._core import Frontend, Router, RouterCore
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
-from kvflash.roster.core import Component, Replicas, announced, exposed, is_brokered
+from kvflash.roster.core import Component, Replicas, exposed, is_brokered
 
 if TYPE_CHECKING:
     from kvflash.discovery import Discovery
@@ -123,17 +123,6 @@ class Cluster(Replicas):
 
     def _receives(self, where: dict[str, Any]) -> bool:
         return self.is_nats or not self._uses_events or not is_brokered(where)
-
-    def events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """Of the sockets that a worker announces, those to pass to the core."""
-        self.check_events(instance_id, events)
-        told = {}
-        for rank, where in announced(events).items():
-            # Events in JetStream arrive without a subscription.
-            is_in_stream = where["endpoint"].startswith("jetstream://")
-            if not is_in_stream and (self.is_nats or not is_brokered(where)):
-                told[rank] = where
-        return told
 
     def before_worker(
         self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]

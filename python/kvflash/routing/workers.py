@@ -233,8 +233,10 @@ class Workers:
         ids = set(self.ids)
         wanted: dict[Rank, tuple[str, str | None]] = {}
         for (_, worker), ranks in self._keys.events.items():
-            # Events in the stream arrive without a subscription.
-            for rank, where in self._cluster.events(worker, ranks).items() if worker in ids else ():
+            if worker not in ids:
+                continue
+            self._cluster.check_events(worker, ranks)
+            for rank, where in self._cluster.events(ranks).items():
                 wanted[worker, int(rank)] = (where["endpoint"], where.get("replay_endpoint"))
         for key, sockets in list(self._subscribed.items()):
             if wanted.get(key) != sockets:

@@ -66,7 +66,7 @@ class Alone:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def events(self, _worker: int, events: dict[int, Any]) -> dict[int, Any]:
+    def events(self, events: dict[int, Any]) -> dict[int, Any]:
         return events
 
     def worker_left(self, _component: tuple[str, str], worker: int) -> None:
@@ -75,7 +75,7 @@ class Alone:
     def nothing(self, *_told: Any) -> None:
         pass
 
-    worker_joined = instance_joined = worker_gone = only = follow = nothing
+    worker_joined = instance_joined = worker_gone = only = follow = check_events = nothing
 
 
 async def eventually(check: Callable[[], bool], what: str) -> None:

@@ -15,7 +15,9 @@ import pytest
 
 from kvflash import DistributedRuntime
 from kvflash.discovery import FileDiscovery, MemoryDiscovery
-from kvflash.errors import InvalidArgumentError, OverloadedError, TransportError
+from kvflash.errors import ConfigError, NotFoundError, OverloadedError, TransportError
+from kvflash.roster import feed
+from kvflash.roster.core import Replicas
 from kvflash.router import RouterService, endpoint, workers
 from kvflash.router.workers import DiscoveredWorkers
 from service import DEADLINE_S, until
@@ -23,22 +25,16 @@ from service import DEADLINE_S, until
 INSTANCE = {"transport": {"kind": "tcp", "address": "127.0.0.1:1"}}
 
 
-class Alone:
+class Alone(Replicas):
     """No other router: nothing is shared, and events come as they are announced."""
 
-    is_nats = False
-
     def __init__(self) -> None:
+        super().__init__()
         self.asked_total = 0
 
-    def events(self, _instance_id: int, events: dict[int, Any]) -> dict[int, Any]:
+    def events(self, events: dict[int, Any]) -> dict[str, Any]:
         self.asked_total += 1
-        return events
-
-    def worker_left(self, *_told: Any) -> None:
-        pass
-
-    worker_joined = instance_joined = worker_gone = only = worker_left
+        return super().events(events)
 
 
 class Registry:
@@ -48,27 +44,31 @@ class Registry:
         self.room = 100
         self.workers: dict[int, dict[str, Any]] = {}
         self.refused_total = 0
-        self.added_total = 0
+        self.put_total = 0
         self.states: list[tuple[int, str]] = []
         self.warnings: list[str] = []
         self.found: DiscoveredWorkers
         self.cluster = Alone()
 
-    def add_worker(self, worker: dict[str, Any]) -> None:
-        if len(self.workers) >= self.room:
+    def put_worker(self, text: str) -> int:
+        worker = json.loads(text)
+        number: int = worker["id"]
+        if len(self.workers) >= self.room and number not in self.workers:
             self.refused_total += 1
             raise OverloadedError("no room")
-        self.workers[worker["worker_id"]] = worker
-        self.added_total += 1
+        self.workers[number] = worker
+        self.put_total += 1
+        return number
 
     def remove_worker(self, worker_id: int) -> None:
-        del self.workers[worker_id]
+        if self.workers.pop(worker_id, None) is None:
+            raise NotFoundError("no such worker")
 
     def set_worker_state(self, worker_id: int, state: str) -> None:
         assert worker_id in self.workers
         self.states.append((worker_id, state))
         if state == "unknown":
-            raise InvalidArgumentError("no such state")
+            raise ConfigError("no such state")
 
     def set_warnings(self, warnings: list[str]) -> None:
         self.warnings = warnings
@@ -84,11 +84,12 @@ async def eventually(check: Callable[[], Any], what: str) -> None:
 @asynccontextmanager
 async def followed() -> AsyncIterator[tuple[Registry, MemoryDiscovery]]:
     registry, discovery = Registry(), MemoryDiscovery(is_shared=False)
+    core: Any = registry
     found = DiscoveredWorkers(
-        registry, discovery, "ns/backend/generate", model_name="m", cluster=registry.cluster
+        core, discovery, "ns/backend/generate", registry.cluster, model_name="m"
     )
     registry.found = found
-    await found.start()
+    found.start()
     yield registry, discovery
     assert not any(task.done() for task in found._keys._tasks)
     await found.close()
@@ -127,7 +128,9 @@ def test_one_bad_key_hides_no_worker(caplog: pytest.LogCaptureFixture) -> None:
     assert all(any(f"v1/{key}: " in line for line in said) for key, _ in bad), said
 
 
-def test_a_state_in_discovery_is_told_when_it_changes() -> None:
+def test_a_state_in_discovery_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "AGAIN_S", 3_600.0)
+
     async def work() -> None:
         async with followed() as (registry, discovery):
 
@@ -138,32 +141,21 @@ def test_a_state_in_discovery_is_told_when_it_changes() -> None:
 
             await told("unknown", "unknown")
             await told("draining", "unknown", "draining")
-            # The card changes, so the worker is registered anew: as active.
+            # The core keeps the state of a worker that changes its card.
             await put(discovery, "models/ns/backend/generate/1", {"model_name": "m", "dp_size": 2})
-            again = [(1, "unknown"), (1, "draining"), (1, "draining")]
-            await eventually(lambda: registry.states == again, "the state, once more")
-            await told(None, "unknown", "draining", "draining", "active")
-            assert registry.added_total == 2
+            await eventually(lambda: registry.put_total == 2, "the card")
+            await told(None, "unknown", "draining", "active")
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
-def test_a_draining_worker_is_registered_as_that() -> None:
+def test_a_draining_worker_joins_as_that() -> None:
     async def work() -> None:
         async with followed() as (registry, discovery):
-            add, told = registry.add_worker, []
-
-            def note(worker: dict[str, Any]) -> None:
-                told.append(len(registry.states))
-                add(worker)
-
-            registry.add_worker = note  # type: ignore[method-assign]
-            for number in (1, 2, 3):
-                key = f"instances/ns/backend/generate/{number}"
-                await put(discovery, key, INSTANCE | {"state": "draining"})
-            await eventually(lambda: len(registry.states) == 3, "the states")
-            # Each worker's state before the next worker.
-            assert told == [0, 1, 2]
+            instance = INSTANCE | {"state": "draining"}
+            await put(discovery, "instances/ns/backend/generate/1", instance)
+            await eventually(lambda: registry.workers, "the worker")
+            assert registry.workers[1]["state"] == "draining"
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
@@ -178,7 +170,8 @@ def test_a_block_size_comes_from_the_workers_own_events() -> None:
                 await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
 
             def sizes() -> dict[int, int | None]:
-                return {number: body["block_size"] for number, body in registry.workers.items()}
+                cards = {number: worker["card"] for number, worker in registry.workers.items()}
+                return {number: card["kv_cache_block_size"] for number, card in cards.items()}
 
             await eventually(lambda: sizes() == {1: 64, 2: 16, 3: None}, "the workers")
 
@@ -189,7 +182,7 @@ def test_a_block_size_comes_from_the_workers_own_events() -> None:
 def test_who_was_refused_is_taken_when_there_is_room(
     again_s: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "AGAIN_S", again_s)
+    monkeypatch.setattr(feed, "AGAIN_S", again_s)
 
     async def work() -> None:
         async with followed() as (registry, discovery):
@@ -208,10 +201,12 @@ def test_who_was_refused_is_taken_when_there_is_room(
             await eventually(lambda: not registry.warnings, "/health to be content")
 
     asyncio.run(asyncio.wait_for(work(), 60))
-    assert [one.getMessage() for one in caplog.records] == ["worker 2: no room; trying again"]
+    said = "worker 2 at ns/backend/generate: no room; trying again"
+    logged = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    assert logged == [said]
 
 
-NUMBERS = range(40)
+NUMBERS = range(1, 41)
 SOCKET = {"endpoint": "tcp://127.0.0.1:1", "block_size": 4}
 
 
@@ -219,25 +214,26 @@ def test_a_fleet_that_comes_and_goes_at_once_is_gone_through_once() -> None:
     async def work() -> None:
         async with followed() as (registry, discovery):
             await registry.found.synced(DEADLINE_S)
-            asked = registry.cluster.asked_total
-            for number in NUMBERS:
-                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
             for number in NUMBERS:
                 await put(discovery, f"events/ns/backend/{number}/0", SOCKET)
                 await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
             await eventually(lambda: len(registry.workers) == len(NUMBERS), "the fleet")
-            assert registry.cluster.asked_total == asked + len(NUMBERS)
-            assert registry.found.models == {("x", "default")}
+            assert registry.cluster.asked_total == len(NUMBERS)
             for number in NUMBERS[:30]:
                 await discovery.delete(f"v1/events/ns/backend/{number}/0")
                 await discovery.delete(f"v1/models/ns/backend/generate/{number}")
             for number in NUMBERS[:30]:
                 await discovery.delete(f"v1/instances/ns/backend/generate/{number}")
             await eventually(lambda: set(registry.workers) == set(NUMBERS[30:]), "the rest")
-            assert registry.cluster.asked_total == asked + len(NUMBERS) + 10
-            assert registry.added_total == len(NUMBERS)
+            assert registry.put_total == len(NUMBERS)
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def names(registry: Registry) -> dict[int, str]:
+    """The workers' models."""
+    return {number: worker["card"]["model_name"] for number, worker in registry.workers.items()}
 
 
 async def two_with_cards(registry: Registry, discovery: MemoryDiscovery) -> None:
@@ -253,37 +249,14 @@ def test_a_worker_whose_card_goes_first_comes_back_as_no_other_model() -> None:
         async with followed() as (registry, discovery):
             await two_with_cards(registry, discovery)
             await discovery.delete("v1/models/ns/backend/generate/1")
-            # That one is registered anew says that what came before it is settled.
+            # That one is told anew says that what came before it is settled.
             await put(discovery, "events/ns/backend/2/0", SOCKET)
             await eventually(lambda: registry.workers[2]["events"], "the other one's events")
-            assert registry.added_total == 3
-            assert registry.found.models == {("x", "default")}
+            assert registry.put_total == 3
+            assert names(registry) == {1: "x", 2: "x"}
             await discovery.delete("v1/instances/ns/backend/generate/1")
             await eventually(lambda: set(registry.workers) == {2}, "it to be gone")
-            assert not registry.found._cards.keys() - {2}
-
-    asyncio.run(asyncio.wait_for(work(), 60))
-
-
-def test_a_worker_that_changes_is_away_for_no_turn_of_the_loop() -> None:
-    async def work() -> None:
-        async with followed() as (registry, discovery):
-            await two_with_cards(registry, discovery)
-            fewest = 2
-
-            async def look() -> None:
-                nonlocal fewest
-                while True:
-                    fewest = min(fewest, len(registry.workers))
-                    await asyncio.sleep(0)
-
-            looking = asyncio.get_running_loop().create_task(look())
-            changed = {"model_name": "x", "total_kv_blocks": 9}
-            for number in (1, 2):
-                await put(discovery, f"models/ns/backend/generate/{number}", changed)
-            await eventually(lambda: registry.added_total == 4, "both to be registered anew")
-            looking.cancel()
-            assert fewest == 2
+            assert {number for _, number in registry.found._cards} == {2}
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
@@ -298,7 +271,7 @@ def test_a_worker_whose_model_is_taken_back_is_let_go(monkeypatch: pytest.Monkey
             await eventually(lambda: set(registry.workers) == {2}, "it to be let go")
             await put(discovery, "models/ns/backend/generate/1", {"model_name": "y"})
             await eventually(lambda: set(registry.workers) == {1, 2}, "it to be back")
-            assert registry.found.models == {("x", "default"), ("y", "default")}
+            assert names(registry) == {1: "y", 2: "x"}
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
@@ -322,10 +295,8 @@ def test_where_others_have_a_card_one_that_is_seen_before_its_own_is_waited_for(
                 assert set(registry.workers) == {1, 2}
                 await put(discovery, "models/ns/backend/generate/3", {"model_name": "x"})
             await eventually(lambda: 3 in registry.workers, "the one that waited")
-            assert registry.added_total == 3
-            names = {number: body["model_name"] for number, body in registry.workers.items()}
-            assert names == {1: "m", 2: "x", 3: "x" if card_s > 60 else "m"}
-            assert set(registry.found._bare) == ({1} if card_s > 60 else {1, 3})
+            assert registry.put_total == 3
+            assert names(registry) == {1: "m", 2: "x", 3: "x" if card_s > 60 else "m"}
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
