@@ -41,6 +41,7 @@ from kvflash.transport.base import Message  # noqa: E402
 from kvflash.transport.origin import Origin  # noqa: E402
 from servers import EtcdServer, NatsServer, outlet  # noqa: E402
 from service import Process, until  # noqa: E402
+from support_found import join  # noqa: E402
 
 BLOCK = 16
 CHAIN = 500
@@ -376,7 +377,7 @@ def routing_in_rust(blocks: int) -> list[str]:
 def routing_in_python(blocks: int) -> list[str]:
     """A router in the Python process that makes the snapshot."""
     router = RouterCore(block_size=BLOCK, model_name="m", predicted_ttl_s=0.0, max_blocks=0)
-    router.set_workers([(at, 0) for at in range(1, WORKERS + 1)])
+    join(router, range(1, WORKERS + 1))
     state = follow(router.catalog, "python")
     assert state.wait_ready()
     fill(state, blocks)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvflash._core import RouterCore
+from support_found import join
 
 ROOT = Path(__file__).parent.parent
 RUNS = 3
@@ -68,7 +69,7 @@ def whole() -> Medians:
         for tokens in (1_000, 100_000):
             cores = {name: RouterCore(block_size=16, policy=name) for name in ("kv", "auto")}
             for core in cores.values():
-                core.set_workers([(number + 1, 1) for number in range(of)])
+                join(core, range(1, of + 1))
             draw = random.Random(of + tokens)
             prompts = [
                 array("I", (draw.randrange(30_000) for _ in range(tokens))) for _ in range(8)

@@ -17,12 +17,16 @@ from kvflash._core import RouterCore
 
 BLOCK_SIZE = 16
 CALLS, WARM = 400, 100
+# Nothing is sent to the workers.
+PLANE, CARD = {"kind": "tcp", "address": "nowhere:1"}, {"model_name": "m"}
 
 
 def median_us(policy: str, workers: int, tokens: int) -> float:
     """Median time of ``reserve`` while a quarter as many requests run as there are workers."""
     core = RouterCore(block_size=BLOCK_SIZE, policy=policy)
-    core.set_workers([(number + 1, 0) for number in range(workers)])
+    for number in range(1, workers + 1):
+        worker = {"id": number, "plane": PLANE, "endpoint": "ns/backend/generate", "card": CARD}
+        core.put_worker(json.dumps(worker))
     draw = random.Random(workers + tokens)
     prompts = [array("I", (draw.randrange(30_000) for _ in range(tokens))) for _ in range(8)]
     took = []

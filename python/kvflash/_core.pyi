@@ -491,23 +491,6 @@ class RouterCore(_Routing, _Taker):
     policy: Final[str]
     def policy_samples(self) -> list[tuple[str, str, str, float]]: ...
     is_caught_up: Final[bool]
-    def set_workers(self, workers: Sequence[tuple[int, int]]) -> None: ...
-    def set_draining(self, instance_ids: Sequence[int]) -> None: ...
-    def subscribe(
-        self, worker_id: int, dp_rank: int, endpoint: str, replay_endpoint: str | None = None
-    ) -> None: ...
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> bool: ...
-    def report(
-        self,
-        worker_id: int,
-        dp_rank: int = 0,
-        *,
-        kv_used_blocks: int | None = None,
-        active_decode_blocks: int | None = None,
-        active_prefill_tokens: int | None = None,
-        kv_total_blocks: int | None = None,
-        max_num_batched_tokens: int | None = None,
-    ) -> bool: ...
     def report_metrics(self, worker_id: int, dp_rank: int, metrics: dict[str, float]) -> bool: ...
     def set_busy_thresholds(
         self,

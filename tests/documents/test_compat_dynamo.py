@@ -21,6 +21,7 @@ from kvflash.discovery.opening import discovery_kind
 from kvflash.mocker.args import parse_args as parse_mocker
 from kvflash.runtime.settings import plane_name
 from service import until
+from support_found import join
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 16
@@ -77,7 +78,7 @@ def test_the_formula_of_the_documents_decides(monkeypatch: pytest.MonkeyPatch) -
     for name in ("KVFLASH_ROUTING_ALGORITHM", "ROUTING_ALGORITHM"):
         monkeypatch.delenv(name, raising=False)
     core = KvRouterConfig(use_kv_events=False).make_core(BLOCK)
-    core.set_workers([(1, 0), (2, 0), (3, 0)])
+    join(core, (1, 2, 3))
     prompt = list(range(10 * BLOCK))
     for worker, cached, active in ((1, 2, 10), (2, 5, 5), (3, 8, 9)):
         core.reserve(prompt[: cached * BLOCK], f"cached-{worker}", {"worker_id": worker})

@@ -11,7 +11,7 @@ use kvflash_core::hash;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::{EngineMetrics, Sample};
 use kvflash_core::select::{
-    Ask, Overlap, Queue, QueueOptions, Report, Request, Selector, StartGate, Thresholds, Usage,
+    Ask, Overlap, Queue, QueueOptions, Request, Selector, StartGate, Thresholds, Usage,
 };
 use kvflash_serve::{FoundWorkers, RoutingOptions};
 use pyo3::prelude::*;
@@ -19,7 +19,7 @@ use pyo3::types::{IntoPyDict, PyDict};
 
 use super::bookings::Bookings;
 use super::buffer::tokens;
-use super::catalog::{Catalog, registration};
+use super::catalog::Catalog;
 use super::decider::{Decider, Decisions, Desk, Selected, selected};
 use super::error::{Fault, Raised, released};
 use super::policy_desk::PolicyDesk;
@@ -80,7 +80,6 @@ pub(super) struct RouterCore {
     catalog: Arc<catalog::Catalog>,
     clock: Arc<SystemClock>,
     selector: Arc<Selector>,
-    key: ModelKey,
     workers: FoundWorkers,
     /// Tokens in a block.
     #[pyo3(get)]
@@ -167,7 +166,7 @@ impl RouterCore {
         let hearing = if uses_events { Hearing::All } else { Hearing::Nothing };
         let workers =
             FoundWorkers::of_selector(Arc::clone(&catalog), Arc::clone(&selector), hearing);
-        Ok(Self { catalog, clock, selector, key, workers, block_size, uses_events, component })
+        Ok(Self { catalog, clock, selector, workers, block_size, uses_events, component })
     }
 
     /// The catalog of its models, engines and their blocks; the transport reads its orders and
@@ -235,80 +234,6 @@ impl RouterCore {
     /// Remove a worker, its blocks and its requests; NotFoundError for an unknown one.
     fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> Raised<()> {
         released(py, || self.workers.remove(instance_id))
-    }
-
-    /// Set the workers as (instance, rank); all others are forgotten.
-    ///
-    /// Raises:
-    ///     OverloadedError: More than 65,535; nothing is changed.
-    fn set_workers(&self, py: Python<'_>, workers: Vec<(u64, u32)>) -> Raised<()> {
-        let workers: Vec<Worker> =
-            workers.into_iter().map(|(id, rank)| Worker::new(id, rank)).collect();
-        py.detach(|| self.selector.set_workers(&workers))?;
-        Ok(())
-    }
-
-    /// Give no new requests to these instances, and to all others again. Their running requests and
-    /// blocks stay; requests pinned to one are routed elsewhere.
-    fn set_draining(&self, py: Python<'_>, instance_ids: Vec<u64>) {
-        py.detach(|| self.selector.set_draining(instance_ids));
-    }
-
-    /// Subscribe to the KV events of a rank.
-    ///
-    /// Raises:
-    ///     ConflictError: Already subscribed.
-    ///     InvalidArgumentError: An invalid address.
-    #[pyo3(signature = (worker_id, dp_rank, endpoint, replay_endpoint=None))]
-    fn subscribe(
-        &self,
-        py: Python<'_>,
-        worker_id: u64,
-        dp_rank: u32,
-        endpoint: String,
-        replay_endpoint: Option<String>,
-    ) -> Raised<()> {
-        let (worker, key) = (Worker::new(worker_id, dp_rank), self.key.clone());
-        let registration = registration(worker, key, self.block_size, endpoint, replay_endpoint);
-        py.detach(|| self.catalog.register(registration))?;
-        Ok(())
-    }
-
-    /// Unsubscribe; the rank's blocks are forgotten. False if there was no subscription.
-    fn unsubscribe(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> bool {
-        let ModelKey { model_name: name, tenant_id: tenant } = &self.key;
-        let gone =
-            py.detach(|| self.catalog.unregister(worker_id, name, Some(tenant), Some(dp_rank)));
-        gone.is_ok()
-    }
-
-    /// Record a rank's own report; ``None`` keeps the last value.
-    ///
-    /// Returns:
-    ///     False for an unknown worker: nothing is recorded.
-    #[pyo3(signature = (
-        worker_id, dp_rank=0, *, kv_used_blocks=None, active_decode_blocks=None,
-        active_prefill_tokens=None, kv_total_blocks=None, max_num_batched_tokens=None
-    ))]
-    #[allow(clippy::too_many_arguments)]
-    fn report(
-        &self,
-        worker_id: u64,
-        dp_rank: u32,
-        kv_used_blocks: Option<u64>,
-        active_decode_blocks: Option<u64>,
-        active_prefill_tokens: Option<u64>,
-        kv_total_blocks: Option<u64>,
-        max_num_batched_tokens: Option<u64>,
-    ) -> bool {
-        let report = Report {
-            kv_used_blocks,
-            active_decode_blocks,
-            active_prefill_tokens,
-            kv_total_blocks,
-            max_num_batched_tokens,
-        };
-        self.selector.busy.report(Worker::new(worker_id, dp_rank), &report)
     }
 
     /// Record what an engine reports of itself, for policies; omitted figures keep their value.

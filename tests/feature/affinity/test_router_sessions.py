@@ -12,6 +12,7 @@ from kvflash.frontend.args import parse_args as frontend_args
 from kvflash.router import RouterService
 from kvflash.router import parse_args as router_args
 from service import Http
+from support_found import join
 from support_push_router import Stage, run
 from support_router import IDS, add, ask
 
@@ -115,6 +116,6 @@ def test_the_flag_its_variables_and_none(monkeypatch):
 
 def test_a_core_checks_the_key():
     core = RouterCore(block_size=4, seed=1, session_affinity_ttl_s=60)
-    core.set_workers([(1, 0)])
+    join(core, [1])
     with pytest.raises(InvalidArgumentError, match="at most 256 bytes, got 257"):
         core.query(IDS, {"session_key": "k" * 257})

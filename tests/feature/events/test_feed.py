@@ -9,6 +9,7 @@ import pytest
 from kvflash._core import RouterCore
 from kvflash.transport.receiver import Feed
 from service import until
+from support_found import found
 
 
 class Failing:
@@ -29,7 +30,7 @@ class Failing:
 def test_an_order_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
     core, receiver = RouterCore(block_size=4), Failing()
     for worker in (1, 2):
-        core.subscribe(worker, 0, f"tcp://127.0.0.1:{worker}")
+        core.put_worker(found(worker, {0: f"tcp://127.0.0.1:{worker}"}))
     feed = Feed(core.catalog)
     feed._receivers[""] = receiver
     feed.start()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,12 @@ import pytest
 
 from kvflash.discovery import MemoryDiscovery
 from kvflash.errors import TransportError
+from kvflash.roster.core import Replicas
 from kvflash.roster.keys import WorkerKeys
 from kvflash.routing.workers import Workers
 from service import DEADLINE_S
 
-NUMBERS = range(40)
+NUMBERS = range(1, 41)
 
 
 class Core:
@@ -29,53 +29,33 @@ class Core:
     block_size = 4
 
     def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
-        self.ids: set[int] = set()
-        self.sockets: set[int] = set()
+        self.put_total = 0
+        self.workers: dict[int, dict[str, Any]] = {}
         self.left: set[int] = set()
 
-    def set_workers(self, workers: list[tuple[int, int]]) -> None:
-        self.asked["set_workers"] += 1
-        now = {worker for worker, _ in workers}
+    def put_worker(self, text: str) -> int:
+        self.put_total += 1
+        worker = json.loads(text)
+        number: int = worker["id"]
+        self.workers[number] = worker
+        self.left.discard(number)
+        return number
+
+    def remove_worker(self, number: int) -> None:
         # Replicas learn of a departure first.
-        assert self.ids - now <= self.left
-        self.ids = now
-
-    def report(self, _worker: int, _rank: int, **figures: int | None) -> bool:
-        assert set(figures) == {"kv_total_blocks", "max_num_batched_tokens"}
-        self.asked["report"] += 1
-        return True
-
-    def subscribe(self, worker: int, _rank: int, _endpoint: str, _replay: str | None) -> None:
-        # The worker comes first: blocks without a worker would be lost.
-        assert worker in self.ids
-        self.asked["subscribe"] += 1
-        self.sockets.add(worker)
-
-    def unsubscribe(self, worker: int, _rank: int) -> bool:
-        self.asked["unsubscribe"] += 1
-        self.sockets.discard(worker)
-        return True
+        assert number in self.left
+        del self.workers[number]
 
 
-class Alone:
+class Alone(Replicas):
     """No other router; notes who left."""
 
-    is_nats = False
-
     def __init__(self, core: Core) -> None:
+        super().__init__()
         self._core = core
-
-    def events(self, events: dict[int, Any]) -> dict[int, Any]:
-        return events
 
     def worker_left(self, _component: tuple[str, str], worker: int) -> None:
         self._core.left.add(worker)
-
-    def nothing(self, *_told: Any) -> None:
-        pass
-
-    worker_joined = instance_joined = worker_gone = only = follow = check_events = nothing
 
 
 async def eventually(check: Callable[[], bool], what: str) -> None:
@@ -85,7 +65,7 @@ async def eventually(check: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_each_core_call_is_made_once_for_all_that_came_or_went_at_once() -> None:
+def test_each_worker_that_came_or_went_is_told_once() -> None:
     async def work() -> None:
         discovery, core = MemoryDiscovery(is_shared=False), Core()
         cluster: Any = Alone(core)
@@ -118,23 +98,19 @@ def test_each_core_call_is_made_once_for_all_that_came_or_went_at_once() -> None
         workers.start()
         await workers.synced(DEADLINE_S)
         assert workers.ids == list(NUMBERS)
-        assert core.sockets == set(NUMBERS)
-        assert core.asked == {"set_workers": 1, "report": 40, "subscribe": 40}
+        assert core.put_total == 40
         # Only changes are passed on.
         await put("models/ns/backend/generate/7", {"total_kv_blocks": 200})
-        await eventually(lambda: core.asked["report"] == 41, "the card to be told")
-        assert core.asked["set_workers"] == 1
+        await eventually(lambda: core.put_total == 41, "the card to be told")
+        assert core.workers[7]["card"]["total_kv_blocks"] == 200
         await leave(NUMBERS[:30])
-        await eventually(lambda: core.ids == set(NUMBERS[30:]), "the rest")
-        assert core.sockets == set(NUMBERS[30:])
-        assert core.asked["set_workers"] == 2
-        assert core.asked["unsubscribe"] == 30
+        await eventually(lambda: workers.ids == list(NUMBERS[30:]), "the rest")
+        assert list(core.workers) == list(NUMBERS[30:])
         # The core forgot all of them.
         await announce(NUMBERS[:30])
-        await eventually(lambda: core.sockets == set(NUMBERS), "all of them")
-        assert core.asked["set_workers"] == 3
-        assert core.asked["report"] == 41 + 30
-        assert core.asked["subscribe"] == 40 + 30
+        await eventually(lambda: workers.ids == list(NUMBERS), "all of them")
+        assert core.put_total == 41 + 30
+        assert all(worker["events"] for worker in core.workers.values())
         await workers.close()
         await discovery.close()
 

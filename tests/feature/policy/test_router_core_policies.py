@@ -28,6 +28,7 @@ from kvflash._core import PolicyDesk, RouterCore
 from kvflash.policy import AskedPolicy, asked_of, load
 from kvflash.router import RouterService
 from service import until
+from support_found import join
 from support_push_router import TOKENS, Stage, is_idle, run
 
 IDS = list(range(100, 116))
@@ -81,7 +82,7 @@ class Stuck(Policy):
 
 def core(**settings: Any) -> RouterCore:
     made = RouterCore(block_size=4, seed=1, **settings)
-    made.set_workers([(1, 0), (2, 0), (3, 0)])
+    join(made, (1, 2, 3))
     return made
 
 
@@ -163,9 +164,8 @@ def test_every_policy_chooses_beside_shadows(policy: str) -> None:
 def test_without_events_auto_goes_by_the_size_of_the_cache(
     settings: dict[str, Any], left_blocks: int
 ) -> None:
-    made = core(use_kv_events=False, **settings)
-    made.set_workers([(1, 0)])
-    assert made.report(1, kv_total_blocks=10)
+    made = RouterCore(block_size=4, seed=1, use_kv_events=False, **settings)
+    join(made, [1], total_kv_blocks=10)
     first, second = list(range(24)), list(range(100, 124))
     for prompt in (first, second):
         made.decider.enter(prompt)
@@ -256,7 +256,7 @@ def test_a_policy_in_python_chooses_and_is_told(asked: Callable[..., AskedPolicy
     booking.first_token()
     booking.used(cached_tokens=8, output_tokens=5)
     booking.free()
-    made.set_workers([(1, 0), (2, 0)])
+    made.remove_worker(3)
     until(lambda: len(policy.told) == 5, "what it is told")
     assert policy.told == [
         ("choose", "u", IDS, 3),

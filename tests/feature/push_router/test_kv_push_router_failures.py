@@ -141,7 +141,7 @@ def test_a_suspect_is_asked_if_all_others_are_draining() -> None:
             await stage.discovery.put(key, json.dumps(instance).encode())
 
             async def is_draining() -> bool:
-                return router._workers._draining == [draining.id]
+                return router._workers._states == {draining.id: "draining"}
 
             await eventually(is_draining, "its state")
             assert (await router.generate(TOKENS)).worker_id == suspect.id

@@ -13,6 +13,7 @@ import pytest
 from kvflash import ClosedError, KvRouterConfig
 from kvflash.routing.line import WaitingLine
 from service import DEADLINE_S
+from support_found import join
 from support_push_router import run
 
 IDS = list(range(100, 116))
@@ -47,8 +48,7 @@ class Room:
     def __init__(self) -> None:
         config = KvRouterConfig(router_queue_threshold=0.5, router_predicted_ttl_secs=None)
         self.core = config.make_core(16)
-        self.core.set_workers([(1, 0)])
-        assert self.core.report(1, max_num_batched_tokens=len(IDS))
+        join(self.core, [1], max_num_batched_tokens=len(IDS))
         self.booked = self.core.decider.enter([0, *IDS[1:]], request_id="first")
         self.decider = HeldDecider(self.core.decider)
         self.line = WaitingLine(self.decider, DEADLINE_S, is_slow=True)  # type: ignore[arg-type]

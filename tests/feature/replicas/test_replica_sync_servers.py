@@ -21,6 +21,7 @@ from kvflash.transport.nats_channel import NatsChannel
 from kvflash.transport.nats_connection import connect
 from servers import EtcdServer, NatsServer
 from service import VECTORS, needs_ipv6, until
+from support_found import join
 
 LONGEST_HASH = (1 << 64) - 1
 
@@ -225,7 +226,7 @@ def test_requests_at_a_worker_that_comes_later_count_once_it_is_there() -> None:
         router.received(data, 0.0)
     assert core.totals()["requests"] == 0
     assert core.bookings.stats()["remote_requests"] == 0
-    core.set_workers([(7, 0)])
+    join(core, [7])
     router.worker_joined(8)
     assert core.totals()["requests"] == 0
     router.worker_joined(7)
