@@ -134,8 +134,12 @@ impl Slots {
             let slot = self.slots.insert(new);
             self.capacity = self.capacity.max(slot + 1);
             self.by_worker.insert(worker, slot as u16);
+            self.order.push(slot as u16);
         }
-        self.sort();
+        let slots = &self.slots;
+        // Stable: it is fast for what is in order but for its end.
+        self.order.sort_by_key(|&slot| slots[usize::from(slot)].worker);
+        self.rank();
     }
 
     /// Removes `workers`, whose counters are zero; their slots are reused.
@@ -145,15 +149,15 @@ impl Slots {
             let gone = self.slots.remove(usize::from(slot));
             debug_assert!(gone.counters.is_idle(), "no request, no load");
         }
-        self.sort();
+        if !workers.is_empty() {
+            self.order.retain(|&slot| self.slots.contains(usize::from(slot)));
+            self.rank();
+        }
     }
 
-    fn sort(&mut self) {
-        self.order = self.by_worker.values().copied().collect();
-        let slots = &mut self.slots;
-        self.order.sort_unstable_by_key(|&slot| slots[usize::from(slot)].worker);
+    fn rank(&mut self) {
         for (rank, &slot) in self.order.iter().enumerate() {
-            slots[usize::from(slot)].rank = rank;
+            self.slots[usize::from(slot)].rank = rank;
         }
     }
 
