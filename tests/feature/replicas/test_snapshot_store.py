@@ -274,3 +274,22 @@ def test_snapshots_and_resets_survive_a_deleted_pointer(in_store, how: str) -> N
         assert await store.snapshot() == Outcome.DONE
 
     in_store(test)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_only_a_snapshot_that_the_server_lacks_counts_as_lost(
+    in_store, is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(store: Store) -> None:
+        await store.blobs.put("a", [b"x" * 1_000_000])
+
+        async def say_nothing(*_: Any) -> None:
+            raise asyncio.TimeoutError
+
+        monkeypatch.setattr("nats.js.JetStreamContext.PushSubscription.next_msg", say_nothing)
+        if not is_held:
+            await store.js.purge_stream("OBJ_blobs", subject="$O.blobs.C.a")
+        with pytest.raises(TransportError if is_held else NotFoundError, match="1000000 bytes"):
+            _ = [chunk async for chunk in store.blobs.read("a")]
+
+    in_store(test)

@@ -15,6 +15,7 @@ import pytest
 from engine import Engine
 from seeds import ONE_SEED, SEEDS, play_all
 from world import (
+    LEASE_S,
     Faults,
     Node,
     SimBlobs,
@@ -291,6 +292,21 @@ def directed(script: Script) -> World:
     return world
 
 
+def happens_before(
+    router: Router, step: str, event: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Once, just before a step of a router's snapshot."""
+    blobs = router.snapshots._blobs
+    work = getattr(blobs, step)
+
+    async def work_after_it(*args: object) -> object:
+        setattr(blobs, step, work)
+        await event()
+        return await work(*args)
+
+    setattr(blobs, step, work_after_it)
+
+
 @pytest.mark.parametrize("is_swept", [False, True])
 def test_a_holder_that_stood_still_is_fenced(is_swept: bool) -> None:
     """Its lock ran out while it uploaded; another one has snapshotted and purged beyond it."""
@@ -351,6 +367,62 @@ def test_a_log_that_lost_its_newest_messages_is_read_again(*, is_covered: bool, 
             assert router.replica.stats.applied == world.last
             assert held(router.catalog) == truth(world)
         await one.snapshots.tick()
+        late = Router(world, "late")
+        await late.replica.wait_caught_up()
+        assert held(late.catalog) == truth(world)
+
+    directed(script)
+
+
+def test_a_router_that_was_behind_restores_what_a_shortened_log_no_longer_has() -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        two.node.cut_until = world.now() + 60
+        publishing = asyncio.ensure_future(publish(15))  # type: ignore[arg-type]
+        await asyncio.sleep(2 * LEASE_S)
+        # Nobody waits for the one that is away; a slow one keeps the newest messages.
+        await one.replica.roster.join("slow")
+        world.readers["slow"] = StoredReader(31, 30)
+        await one.snapshots.tick()
+        pointer, _ = world.flipped
+        assert pointer is not None
+        assert (pointer.sequence, world.first, two.replica.stats.applied) == (35, 31, 20)
+        world.lose_end(3)
+        await publish(1)  # type: ignore[misc]
+        await publishing
+        assert two.replica.is_rolled_back
+        assert held(two.catalog) == truth(world)
+        # It replaces the snapshot.
+        await two.snapshots.tick()
+        assert world.flipped[1] == 2
+
+    directed(script)
+
+
+@pytest.mark.parametrize("step", ["put", "flip"])
+def test_a_snapshot_that_was_begun_before_a_rollback_is_not_kept(step: str) -> None:
+    """It claims messages under numbers that the log gives again."""
+
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        async def roll_back() -> None:
+            world.lose_end(5)
+            # Restarted servers have forgotten what readers wanted.
+            one.node.cut_until = two.node.cut_until = world.now() + 5
+            await publish(3)  # type: ignore[misc]
+            await asyncio.sleep(10)
+            assert one.replica.is_rolled_back
+
+        happens_before(one, step, roll_back)
+        outcome = await one.snapshots.take()
+        assert outcome == {"put": Outcome.BEHIND, "flip": Outcome.DONE}[step]
+        await one.snapshots.tick()
+        pointer, _ = world.flipped
+        assert pointer is not None
+        assert pointer.sequence == world.last == 18
+        assert not one.replica.is_rolled_back
         late = Router(world, "late")
         await late.replica.wait_caught_up()
         assert held(late.catalog) == truth(world)
@@ -508,15 +580,11 @@ def test_a_snapshot_of_a_replica_that_was_given_another_state_is_thrown_away() -
     async def script(
         world: World, one: Router, two: Router, publish: Callable[..., object]
     ) -> None:
-        blobs = one.snapshots._blobs
-        upload = blobs.put
-
-        async def put_while_restored(name: str, chunks: object) -> str:
+        async def restore() -> None:
             one.replica.generation += 1
             one.sink.clear()
-            return await upload(name, chunks)  # type: ignore[arg-type]
 
-        blobs.put = put_while_restored  # type: ignore[method-assign]
+        happens_before(one, "put", restore)
         assert await one.snapshots.take() == Outcome.BEHIND
         assert world.flipped == (None, 0)
         assert world.blobs == {}
