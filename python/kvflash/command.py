@@ -1,11 +1,11 @@
 """The command ``kvflash``: dispatches to the named command, and imports nothing else."""
 
-import errno
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
+
+from kvflash.output import ended
 
 #: Every command with a one-line summary; ``kvflash X`` is ``python -m kvflash.X``.
 COMMANDS = {
@@ -24,33 +24,10 @@ COMMANDS = {
 
 _HELP = ("-h", "--help", "help")
 
-# Of a write to a pipe, a file or a terminal that takes no more.
-_OUTPUT_ERRNOS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 2 for bad usage, 1 for failures."""
-    try:
-        try:
-            return _run(list(sys.argv[1:] if argv is None else argv) or ["--help"])
-        finally:
-            # Flush here: what can't be written would otherwise be reported when the interpreter
-            # ends. Without a descriptor 1 there is no standard output.
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        if error.errno not in _OUTPUT_ERRNOS or error.filename is not None:
-            raise
-        # Discard what is left in the buffer.
-        if sys.stdout is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # A reader that has closed the pipe wants no more.
-        if error.errno != errno.EPIPE:
-            reason = f"standard output can't be written: {error.strerror}"
-            print(f"kvflash: error: {reason}", file=sys.stderr)
-        return 1
+    return ended(lambda: _run(list(sys.argv[1:] if argv is None else argv) or ["--help"]))
 
 
 def _run(words: list[str]) -> int:

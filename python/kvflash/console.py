@@ -120,6 +120,10 @@ class Parser(argparse.ArgumentParser):
         """The text of ``--help``."""
         return self.manual() if self.manual else super().format_help()
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the text of ``--help``; argparse hides that an output takes nothing."""
+        print(self.format_help(), end="", file=file)
+
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         """Parse; an unknown flag is refused, with the closest known one as a suggestion."""
         known, rest = self.parse_known_args(args)

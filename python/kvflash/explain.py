@@ -13,6 +13,7 @@ from kvflash.config import is_whole
 from kvflash.console import counted, reason_of, refuse
 from kvflash.errors import ConfigError, KvflashError, NotFoundError, TransportError
 from kvflash.flags import Flags
+from kvflash.output import ended
 from kvflash.table import printable, table
 
 _PROMPTS = ("prompt", "tokens", "file")
@@ -121,6 +122,8 @@ def _body(service: Service, args: Any) -> dict[str, Any]:
 
 
 def _file(name: str) -> dict[str, Any]:
+    if name == "-" and sys.stdin is None:
+        raise ConfigError("--file -: standard input is closed; give a file, or text in --prompt")
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -320,4 +323,4 @@ def _outcome(decision: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -20,6 +20,7 @@ from kvflash.config import bounded_int
 from kvflash.console import reason_of, refuse
 from kvflash.errors import ConfigError, ConflictError, KvflashError, NotFoundError
 from kvflash.flags import Flags
+from kvflash.output import ended
 from kvflash.table import table
 
 _ACTIONS = ("add", "list", "remove")
@@ -271,4 +272,4 @@ def _locked(path: Path, *, is_made: bool) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -7,6 +7,7 @@ from kvflash.errors import ConfigError
 from kvflash.launcher import run
 from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.options import LauncherOptions, api_key, engine_events, http_port
+from kvflash.output import ended
 
 PROGRAM = (sys.executable, "-m", "sglang.launch_server")
 # SGLang's own default.
@@ -52,4 +53,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -8,6 +8,7 @@ from kvflash.errors import ConfigError
 from kvflash.launcher import run
 from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.options import LauncherOptions, api_key, engine_events, http_port
+from kvflash.output import ended
 
 PROGRAM = ("vllm", "serve")
 # How vLLM's workers transfer prompts by default.
@@ -54,4 +55,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

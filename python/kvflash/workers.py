@@ -12,6 +12,7 @@ from kvflash.config import bounded_float
 from kvflash.console import counted, refuse
 from kvflash.errors import KvflashError, TransportError
 from kvflash.flags import Flags
+from kvflash.output import ended
 from kvflash.spelling import did_you_mean
 from kvflash.table import printable, table
 
@@ -204,4 +205,4 @@ def _wait(service: Service, left: dict[str, int], wait_s: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -3,6 +3,7 @@
 import sys
 
 from kvflash.frontend.app import main
+from kvflash.output import ended
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvflash.indexer.args import IndexerArgs, parse_args
 from kvflash.indexer.service import IndexerService
+from kvflash.output import ended
 from kvflash.process import run_service
 
 logger = logging.getLogger(__name__)
@@ -25,4 +26,4 @@ def _make(args: IndexerArgs) -> IndexerService:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -8,6 +8,7 @@ from kvflash.console import LogLine, log_to_stderr, program
 from kvflash.errors import KvflashError
 from kvflash.mocker.args import parse_args
 from kvflash.open_files import allow_open_files
+from kvflash.output import ended
 from kvflash.settings import warn_of_misspelt
 
 
@@ -31,4 +32,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -2,7 +2,8 @@
 
 import sys
 
+from kvflash.output import ended
 from kvflash.replay.app import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from kvflash.output import ended
 from kvflash.process import run_service
 from kvflash.router.args import parse_args
 from kvflash.router.service import RouterService
@@ -14,4 +15,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

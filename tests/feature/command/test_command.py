@@ -131,6 +131,35 @@ def test_an_output_that_takes_nothing_is_no_traceback(
     assert (done.returncode, done.stderr) == ended
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_output_that_takes_nothing_is_no_traceback_of_a_module_either(name: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", f"kvflash.{name}", "--help"], check=False, text=True,
+            stdout=full, stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+    reason = "kvflash: error: standard output can't be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, reason)
+
+
+def test_an_argument_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["frontend", "--discovery", "none", "--worker", "http://a\udcff:80"]
+    monkeypatch.setattr(sys, "argv", ["kvflash", *words])
+    assert main() == 2
+    wanted = "kvflash: error: 'http://a\\udcff:80' is not UTF-8; every argument must be\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_a_closed_input_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["explain", "localhost:1", "--model", "m", "--file", "-"]) == 2
+    assert "error: --file -: standard input is closed" in capsys.readouterr().err
+
+
 def test_nothing_heavy_is_loaded_before_the_command_is_known() -> None:
     script = """import sys
 from kvflash.command import main
@@ -139,7 +168,7 @@ heavy = ('argparse', 'asyncio', 'logging', 'json', 'zmq', 'aiohttp', 'yaml', 'im
 found = [name for name in heavy if name in sys.modules]
 assert not found, found
 ours = sorted(name[8:] for name in sys.modules if name.startswith('kvflash.'))
-assert ours == ['_core', 'command', 'errors', 'lazy'], ours"""
+assert ours == ['_core', 'command', 'errors', 'lazy', 'output'], ours"""
     done = subprocess.run(
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
     )
