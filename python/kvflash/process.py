@@ -84,7 +84,7 @@ class FedService:
         Raises:
             ConfigError: The address can't be bound, or NATS refuses the login.
             TransportError: NATS is required but does not answer; the message says what to start.
-            ClosedError: It was started before.
+            ClosedError: It was started before, or failed to start.
         """
         self._replicas.check()
         if self._port is not None or self._is_stopped:
@@ -94,6 +94,7 @@ class FedService:
         except KvflashError:
             # Its health checks would go on, and log after the reason.
             self._core.stop()
+            self._is_stopped = True
             raise
         self._feed.start()
         # As for the feed: the core's threads must not outlive the interpreter.

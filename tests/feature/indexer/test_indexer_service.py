@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 
 import pytest
@@ -143,6 +144,16 @@ def test_it_starts_once_and_stops_once(client):
     with pytest.raises(ClosedError, match="can start only once"):
         one.start()
     assert not [t for t in threading.enumerate() if t.name in {"kvflash-orders", "kvflash-zmq"}]
+
+
+def test_one_that_could_not_start_does_not_start_later():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        one = IndexerService(**{**LOCAL, "port": taken.getsockname()[1]})
+        with pytest.raises(ConfigError, match="can't listen"):
+            one.start()
+    with pytest.raises(ClosedError, match="can start only once"):
+        one.start()
+    one.stop()
 
 
 def test_what_cannot_work_is_refused_by_name(service):
