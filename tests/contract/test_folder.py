@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -289,6 +290,25 @@ def test_the_folder_must_be_ours_alone(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("KVFLASH_DISCOVERY_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert default_folder() == Path(f"/run/user/7/kvflash-{os.getuid()}/discovery")
+
+
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [
+        (errno.EMFILE, "Too many open files: raise the limit of open files"),
+        (errno.ENOSPC, "No space left on device: free space there, or set KVFLASH_DISCOVERY_DIR"),
+        (errno.EACCES, "Permission denied: set KVFLASH_DISCOVERY_DIR to a folder that this user"),
+    ],
+)
+def test_a_folder_that_fails_says_what_helps(
+    number: int, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(ConfigError, match=step):
+        FileDiscovery(tmp_path / "new")
 
 
 def test_a_folder_that_is_refused_at_the_close_keeps_no_lease_alive(tmp_path: Path) -> None:

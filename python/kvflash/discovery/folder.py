@@ -10,6 +10,7 @@ r"""The folder of :mod:`kvflash.discovery.file`: its files, locks and their mean
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -25,6 +26,11 @@ from kvflash.errors import ConfigError, InvalidArgumentError, OverloadedError
 
 NAME_BYTES_MAX = 255
 _LEASES = "leases"
+# What to do where another folder would be no better.
+_STEPS = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOSPC: "free space there, or set KVFLASH_DISCOVERY_DIR to a folder on another disk",
+}
 # Folder timestamps are coarse: another change this soon may not change them.
 SETTLED_S = 0.05
 # Raised if another process holds the lock.
@@ -84,10 +90,10 @@ class Folder:
             _check_content(path)
             self.make()
         except OSError as error:
-            raise ConfigError(
-                f"discovery folder {path}: {error.strerror}: set KVFLASH_DISCOVERY_DIR to a folder "
-                "that this user owns or may create"
-            ) from error
+            step = _STEPS.get(error.errno or 0) or (
+                "set KVFLASH_DISCOVERY_DIR to a folder that this user owns or may create"
+            )
+            raise ConfigError(f"discovery folder {path}: {error.strerror}: {step}") from error
         # Cached keys: inode and time, lease, value.
         self._seen: dict[str, tuple[tuple[int, int, int], int, bytes]] = {}
         # The folder's last modification time, and when it was first seen, on this process's clock.
