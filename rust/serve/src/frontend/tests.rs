@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
 use axum::extract::{Query, State};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use kvflash_core::catalog::{Catalog, ListenerStatus};
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
@@ -25,7 +26,10 @@ use super::engine::Engine;
 use super::engine::EngineNotes;
 use super::{FrontendApp, FrontendOptions, admin, scrape, workers};
 use crate::Caller;
+use crate::body::Received;
 use crate::gateway::book::Expectation;
+use crate::gateway::call::Head;
+use crate::gateway::plan::Plan;
 
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -189,6 +193,31 @@ fn an_engine_that_tells_again_what_it_serves_asks_no_other_one() {
     app.fleet.remove(engines[0].id).unwrap();
     app.fleet.remove(engines[1].id).unwrap();
     assert!(names().is_empty());
+}
+
+#[test]
+fn a_further_name_that_every_worker_has_restricts_no_request() {
+    let (app, engines) = frontend(2);
+    let runtime = runtime(1);
+    let suits_all = || {
+        let body = Bytes::from(r#"{"model": "a", "prompt": "b"}"#);
+        let head = Head {
+            uri: Uri::default(),
+            headers: HeaderMap::new(),
+            address: None,
+            caller: Caller::default(),
+        };
+        let planned = async {
+            let Received { bytes, counted, .. } = app.intake.whole(Body::from(body)).await?;
+            Plan::make(&app, None, head, String::new(), bytes, counted, None).await
+        };
+        let plan = runtime.block_on(planned).map_err(|reject| reject.message).unwrap();
+        plan.suits_all(&plan.route.pool.members())
+    };
+    app.fleet.learned(&engines[0], serving(&["a"])).unwrap();
+    assert!(!suits_all());
+    app.fleet.learned(&engines[1], serving(&["a"])).unwrap();
+    assert!(suits_all());
 }
 
 #[test]

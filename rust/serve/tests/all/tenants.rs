@@ -18,6 +18,9 @@ use super::disagg::prefiller;
 use super::engine::Engine;
 use super::stage::{Answer, BLOCK, Stage, prompt, until, with};
 
+const RESPONSES: &str = "/v1/responses";
+const TURNS_WAITING: &str = "turns_waiting{model=\"m\"}";
+
 fn key(id: &str) -> Key {
     Key::new(id, Role::Client)
 }
@@ -196,14 +199,13 @@ async fn turns_go_by_the_key_whatever_a_client_calls_itself() {
     };
     let mut asking = vec![hog(0)];
     stage.until_metric("turns_total{model=\"m\",outcome=\"granted\"}", 1.0).await;
-    let waiting = "turns_waiting{model=\"m\"}";
     for n in 1..8 {
         asking.push(hog(n));
-        stage.until_metric(waiting, f64::from(n)).await;
+        stage.until_metric(TURNS_WAITING, f64::from(n)).await;
     }
     let victim = [("user", "fresh-3"), ("accept-language", "victim")];
     asking.push(stage.send_as(&key("victim"), &victim, prompt(100..140)));
-    stage.until_metric(waiting, 8.0).await;
+    stage.until_metric(TURNS_WAITING, 8.0).await;
     let mut served = Vec::new();
     for _ in 0..9 {
         let asked = engine.next().await;
@@ -232,9 +234,9 @@ async fn a_client_that_leaves_has_had_its_turn() {
     let (mut leaving, mut patient) = (VecDeque::new(), Vec::new());
     for n in 1..7 {
         leaving.push_back(ask("leaving", n * 100));
-        stage.until_metric("turns_waiting{model=\"m\"}", f64::from(2 * n - 1)).await;
+        stage.until_metric(TURNS_WAITING, f64::from(2 * n - 1)).await;
         patient.push(ask("patient", n * 100 + 50));
-        stage.until_metric("turns_waiting{model=\"m\"}", f64::from(2 * n)).await;
+        stage.until_metric(TURNS_WAITING, f64::from(2 * n)).await;
     }
     held.done().await;
     assert_eq!(first.await.unwrap().status, 200);
@@ -255,6 +257,51 @@ async fn a_client_that_leaves_has_had_its_turn() {
     for one in patient {
         assert_eq!(one.await.unwrap().status, 200);
     }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_any_output_has_had_none() {
+    let stage = Stage::new(|options| {
+        let (queue, weights, identity) = Default::default();
+        options.fairness = Some(FairnessOptions { queue, max_running: 1, weights, identity });
+    });
+    let mut engine = stage.engine().await.by_hand();
+    let waiting = async |count: f64| stage.until_metric(TURNS_WAITING, count).await;
+    let ask = |who: &str| {
+        let body = json!({ "model": "m", "input": "hello", "stream": true });
+        stage.post_beside(&key(who), RESPONSES, &[("accept-language", who)], body)
+    };
+    let leaves = ask("early");
+    let mut asked = engine.next().await;
+    let mut asking = Vec::new();
+    for (count, who) in [(1.0, "patient"), (2.0, "patient"), (3.0, "early")] {
+        asking.push(ask(who));
+        waiting(count).await;
+    }
+    // An engine sends these before it computes anything.
+    let opening = event_of_response("created") + &event_of_response("in_progress").repeat(60);
+    asked.begin().await;
+    asked.write(&opening).await;
+    stage.until_metric("requests_total{endpoint=\"/v1/responses\",status=\"200\"}", 1.0).await;
+    leaves.abort();
+    asked.gone().await;
+    let mut served = Vec::new();
+    for _ in 0..3 {
+        let mut asked = engine.next().await;
+        served.push(asked.headers["accept-language"].clone());
+        asked.begin().await;
+        asked.write(&event_of_response("output_text.delta").repeat(20)).await;
+        asked.close().await;
+    }
+    // Twenty tokens are more than none.
+    assert_eq!(served, ["patient", "early", "patient"]);
+    for one in asking {
+        assert_eq!(one.await.unwrap().status, 200);
+    }
+}
+
+fn event_of_response(name: &str) -> String {
+    format!("event: response.{name}\ndata: {{\"n\": 1}}\n\n")
 }
 
 /// Fields and headers that control an engine.
