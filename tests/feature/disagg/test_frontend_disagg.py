@@ -314,21 +314,43 @@ def prefilled(ask: Ask) -> bool:
     return ask.end()
 
 
+def say_nothing(ask: Ask) -> bool:
+    """An answer of a worker of text that has no choice."""
+    ask.send(frame(DATA, {"id": "x", "choices": []}))
+    return ask.end()
+
+
+def say_as_text(ask: Ask) -> bool:
+    choice = {"index": 0, "delta": {"content": "hello"}, "finish_reason": "stop"}
+    ask.send(frame(DATA, {"id": "x", "choices": [choice]}))
+    return ask.end()
+
+
 @pytest.mark.parametrize("flag", ["--router-queue-threshold", "--active-prefill-tokens-threshold"])
-def test_a_prefill_whose_decode_failed_is_no_load_to_the_next_one(flag: str) -> None:
+@pytest.mark.parametrize(
+    ("bad", "good", "model_input"),
+    [
+        (die, say("hello"), "tokens"),
+        (two_items_then(die), say("hello"), "tokens"),
+        (say_nothing, say_as_text, "text"),
+    ],
+)
+def test_a_prefill_whose_decode_failed_is_no_load_to_the_next_one(
+    flag: str, bad: Answer, good: Answer, model_input: str
+) -> None:
     """It would wait for itself, or be refused because of itself."""
     decodes: list[Ask] = []
 
     def decode(ask: Ask) -> bool | None:
         decodes.append(ask)
         until(lambda: len(prefill.received) == len(decodes), "the prefill to have begun")
-        return bool(say("hello")(ask)) if len(decodes) > 1 else die(ask)
+        return good(ask) if len(decodes) > 1 else bad(ask)
 
     def prefill_anew(ask: Ask) -> bool | None:
         return hang(ask) if len(prefill.received) < 2 else prefilled(ask)
 
     prefill = prefiller(42, prefill_anew, bootstrap=BOOTSTRAP)
-    fakes = (FakeWorker(41, decode), FakeWorker(43, decode), prefill)
+    fakes = (*(FakeWorker(n, decode, model_input=model_input) for n in (41, 43)), prefill)
     with EmbeddedFrontend("--enforce-disagg", flag, "0") as frontend, workers(frontend, *fakes):
         answer = ask(frontend.url, CHAT, BODY)
         assert (answer.status, len(prefill.received)) == (200, 2), answer.body
@@ -356,9 +378,20 @@ def test_enforced_the_failure_beside_a_decode_is_told() -> None:
         assert answer.status == 502 and "out of blocks" in answer.json["error"]["message"]
 
 
-def test_a_request_that_is_invalid_beside_its_decode_is_refused(frontend: EmbeddedFrontend) -> None:
-    bads = [prefiller(42 + n, refuse("invalid", "too long"), bootstrap=BOOTSTRAP) for n in (0, 1)]
-    with workers(frontend, FakeWorker(41, paired_or_alone), *bads):
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_request_that_is_invalid_beside_its_decode_is_refused(
+    frontend: EmbeddedFrontend, has_begun: bool
+) -> None:
+    """Also once the decode worker has begun a whole answer, of which the client has nothing."""
+
+    def refuse_late(ask: Ask) -> bool | None:
+        begun = "kvflash_first_byte_seconds_count"
+        until(lambda: frontend.metric(begun) == has_begun, "the decode to have begun or not")
+        return refuse("invalid", "too long")(ask)
+
+    bads = [prefiller(42 + n, refuse_late, bootstrap=BOOTSTRAP) for n in (0, 1)]
+    decode = two_items_then(hang) if has_begun else paired_or_alone
+    with workers(frontend, FakeWorker(41, decode), *bads):
         answer = ask(frontend.url, CHAT, BODY)
         assert answer.status == 400 and "too long" in answer.json["error"]["message"]
         assert sum(len(bad.received) for bad in bads) == 1
@@ -384,10 +417,25 @@ def test_a_whole_answer_that_breaks_is_prefilled_and_decoded_again(
         assert frontend.metric('kvflash_attempts_failed_total{cause="no_answer"}') == 1
 
 
-def test_nothing_is_prefilled_that_no_worker_is_left_to_decode(frontend: EmbeddedFrontend) -> None:
-    decode = FakeWorker(41, two_items_then(die))
-    with workers(frontend, decode, prefill := prefiller(42)):
-        answer = ask(frontend.url, CHAT, BODY)
+@pytest.mark.parametrize("other", [None, "draining", "without the adapter", "not the pinned one"])
+def test_nothing_is_prefilled_that_no_worker_is_left_to_decode(
+    frontend: EmbeddedFrontend, other: str | None
+) -> None:
+    decode = FakeWorker(41, two_items_then(die), lora_names=["a"])
+    body = {**BODY, "model": "a"}
+    with workers(frontend, decode, prefill := prefiller(42, lora_names=["a"])):
+        if other is not None:
+            names = [] if other == "without the adapter" else ["a"]
+            frontend.put(left := FakeWorker(43, lora_names=names))
+        if other == "draining":
+            frontend.http.call("PATCH", "/workers/43", {"state": "draining"})
+        if other == "not the pinned one":
+            body["nvext"] = {"decode_worker_id": 41}
+        answer = ask(frontend.url, CHAT, body)
+        if other is not None:
+            assert not left.received
+            frontend.core.remove_worker(43)
+            left.close()
         assert answer.status == 502 and "tried [41]" in answer.json["error"]["message"]
         assert len(prefill.received) == 1
         assert prefills(frontend) == {"handed_off": 1}

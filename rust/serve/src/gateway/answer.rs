@@ -176,6 +176,7 @@ impl Answer {
         let Some(answer) = answer else {
             let message = format!("worker {} sent an empty answer", self.delivery.engine.id);
             self.broken(PlaneError::new(Cause::Worker("internal".to_owned()), &*message));
+            self.handoff.end().await;
             return Err(Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).lost());
         };
         self.complete();

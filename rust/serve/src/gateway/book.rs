@@ -144,15 +144,10 @@ impl Tries {
         self.plan.call.max_attempts.map_or(limit, |own| own.min(limit))
     }
 
-    /// Whether a worker that could take the request has not been tried yet.
+    /// Whether an untried worker could take the request now.
     pub fn has_untried(&self) -> bool {
-        let pool = &self.plan.route.pool;
-        let (members, draining) = (pool.members(), pool.selector.draining.all());
-        members.all().any(|one| {
-            let worker = Worker::new(one.id, 0);
-            draining.binary_search(&one.id).is_err()
-                && self.plan.is_eligible(&members, worker, &self.tried)
-        })
+        let selector = &self.plan.route.pool.selector;
+        self.plan.ask(self.part(), None, |ask| selector.query(ask)).is_ok()
     }
 
     /// Records that a worker answers.

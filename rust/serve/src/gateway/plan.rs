@@ -277,7 +277,7 @@ impl Plan {
     }
 
     /// Whether `worker` can serve it now, and is not among the `tried`.
-    pub fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
+    fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
         members.is_eligible(worker, tried)
             && members.get(worker.instance_id).is_some_and(|engine| self.suits(engine))
     }
