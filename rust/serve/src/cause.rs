@@ -59,6 +59,8 @@ pub(crate) enum Topic {
     NoPrefillWorker,
     /// No worker serves the model behind an alias.
     AliasNotServed,
+    /// No worker serves the model that `--tokenizer` names.
+    TokenizerNotUsed,
     /// No worker has told the block size of a model.
     BlockSizeUnknown,
     /// Prompts of some API forms get other tokens here than at the engines.
@@ -112,6 +114,9 @@ impl Topic {
                 "start or repair a prefill worker, or set --enforce-disagg off"
             }
             Self::AliasNotServed => "start an engine of that model, or correct --model-alias",
+            Self::TokenizerNotUsed => {
+                "start an engine of that model, or correct its name in --tokenizer: the first that its engines list"
+            }
             Self::BlockSizeUnknown => {
                 "register workers with block_size, or set --router-block-size"
             }

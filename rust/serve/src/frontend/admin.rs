@@ -199,6 +199,11 @@ fn warnings(
         let message = format!("alias {alias}: no worker serves its {what} {}", missing.join(", "));
         warnings.push(Warning::new(Topic::AliasNotServed, message));
     }
+    let pools = app.fleet.pools();
+    for model in app.texts.models().filter(|model| pools.iter().all(|pool| pool.name != *model)) {
+        let message = format!("--tokenizer {model}=...: no worker serves a model of that name");
+        warnings.push(Warning::new(Topic::TokenizerNotUsed, message));
+    }
     let untold = app.metrics.untokenized.get(&CauseLabel { cause: "template" });
     if let Some(count) = untold.map(|count| count.get()).filter(|count| *count > 0) {
         let message = format!(

@@ -8,6 +8,7 @@ use kvflash_core::policy::{Policy, Profile, Settings, registry};
 use serde_json::{Value, json};
 
 use super::engine::Engine;
+use super::parity::folder;
 use super::stage::{Stage, until, with};
 
 const MESSAGES: &str = "/v1/messages";
@@ -507,6 +508,20 @@ async fn an_alias_of_models_that_nobody_serves_is_told_so() {
         assert!(health["warnings"].as_array().unwrap().contains(&json!(warning)), "{health}");
     }
     assert!(!health.to_string().contains("alias g"), "{health}");
+}
+
+#[tokio::test]
+async fn a_tokenizer_of_a_model_that_nobody_serves_is_told() {
+    let folder = folder();
+    let named = ["m", "nope"].map(|model| format!("{model}={}", folder.display()));
+    let stage = Stage::new(|options| options.own.tokenizer = named.to_vec());
+    let _engine = stage.engine().await;
+    let health = stage.get("/health").await;
+    let about: Vec<_> = health["causes"].as_array().unwrap().iter().collect();
+    let codes: Vec<_> = about.iter().map(|one| &one["code"]).collect();
+    assert_eq!(codes, ["tokenizer_not_used"], "{health}");
+    let wanted = "--tokenizer nope=...: no worker serves a model of that name";
+    assert_eq!(about[0]["message"], wanted);
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! The tokenizers that workers share, and which of them `--tokenizer` names, by model.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
@@ -146,7 +146,7 @@ impl Tokenizers {
 #[derive(Debug, Default)]
 pub(crate) struct ModelTexts {
     of_all: Option<Arc<ModelText>>,
-    by_model: HashMap<String, Arc<ModelText>>,
+    by_model: BTreeMap<String, Arc<ModelText>>,
 }
 
 impl ModelTexts {
@@ -183,6 +183,11 @@ impl ModelTexts {
     /// The tokenizer that is named for this model.
     pub fn of(&self, model: &str) -> Option<Arc<ModelText>> {
         self.by_model.get(model).cloned()
+    }
+
+    /// The models that one is named for.
+    pub fn models(&self) -> impl Iterator<Item = &str> {
+        self.by_model.keys().map(String::as_str)
     }
 
     /// The tokenizer of models that none is named for.
