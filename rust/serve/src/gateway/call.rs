@@ -2,6 +2,7 @@
 //! (`multipart/form-data`) the model is read, the one field that routing needs.
 
 use std::net::IpAddr;
+use std::num::IntErrorKind;
 use std::sync::Arc;
 
 use axum::http::header::CONTENT_TYPE;
@@ -188,7 +189,10 @@ fn max_attempts(headers: &HeaderMap) -> Result<Option<usize>, Reject> {
     let Some(value) = headers.get(&MAX_ATTEMPTS_HEADER) else { return Ok(None) };
     let text = value.to_str().unwrap_or("no text").trim();
     // A number above every setting means no limit.
-    let number = text.parse::<u64>().ok().filter(|attempts| *attempts > 0);
+    let number = match text.parse::<u64>() {
+        Err(error) if *error.kind() == IntErrorKind::PosOverflow => Some(u64::MAX),
+        number => number.ok().filter(|attempts| *attempts > 0),
+    };
     let Some(number) = number else {
         let text: String = text.chars().take(64).collect();
         return Err(Reject::bad_request(format!(

@@ -216,6 +216,14 @@ impl Nvext {
         self.decode_worker_id.or(self.backend_instance_id)
     }
 
+    /// The field that names that worker.
+    pub fn decode_pin_field(&self) -> &'static str {
+        match self.decode_worker_id {
+            Some(_) => "nvext.decode_worker_id",
+            None => "nvext.backend_instance_id",
+        }
+    }
+
     /// Its priority in the queue; higher values go first.
     pub fn priority(&self) -> Option<f64> {
         self.agent_hints.priority.or(self.agent_hints.latency_sensitivity)
@@ -257,10 +265,12 @@ impl Urgency {
         let nice = header(&NICE_HEADER).filter(|_| is_plain_heard);
         let nice = nice.map(|text| earliness_of(NICE_HEADER.as_str(), text)).transpose()?;
         let jump = header(&PRIORITY_HEADER)
-            .map(|text| number(PRIORITY_HEADER.as_str(), text))
+            .map(|text| number(PRIORITY_HEADER.as_str(), text, "a number"))
             .transpose()?;
         let strict = header(&STRICT_PRIORITY_HEADER)
-            .map(|text| number(STRICT_PRIORITY_HEADER.as_str(), text))
+            .map(|text| {
+                number(STRICT_PRIORITY_HEADER.as_str(), text, "an integer in 0..=4294967295")
+            })
             .transpose()?;
         let of_body = || {
             let text = field.map(Raw::get).filter(|text| is_plain_heard && *text != "null");
@@ -298,10 +308,10 @@ fn earliness_of(name: &str, text: &str) -> Result<f64, Reject> {
     Ok(-f64::from(lower_is_earlier))
 }
 
-fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Reject> {
+fn number<T: std::str::FromStr>(name: &str, text: &str, wanted: &str) -> Result<T, Reject> {
     text.parse().map_err(|_| {
         let text: String = text.chars().take(64).collect();
-        Reject::bad_request(format!("header {name} must be a number, got {text:?}"))
+        Reject::bad_request(format!("header {name} must be {wanted}, got {text:?}"))
     })
 }
 

@@ -306,7 +306,11 @@ impl Fields {
         let named = self.max_completion_tokens.or(self.max_tokens);
         let max_tokens = match (api, named) {
             (_, Some(0)) => {
-                return Err(Reject::bad_request("max_tokens: must be at least 1, got 0"));
+                let field = match self.max_completion_tokens {
+                    Some(_) => "max_completion_tokens",
+                    None => "max_tokens",
+                };
+                return Err(Reject::bad_request(format!("{field}: must be at least 1, got 0")));
             }
             (Api::Completions, None) => Some(COMPLETION_TOKENS),
             (_, named) => named,

@@ -17,7 +17,7 @@ use serde_json::json;
 use super::api::{Api, Row, Weight};
 use super::body::{Body, EMBEDS, Envelope};
 use super::call::{Call, Head, model_of_upload, upload_with_model};
-use super::client::{self, Session, Urgency};
+use super::client::{self, Nvext, Session, Urgency};
 use super::foreign;
 use super::generation::Generation;
 use super::ids::Replaceable;
@@ -148,7 +148,7 @@ impl Plan {
             request_id: Some(call.request_id.clone()),
             overrides: RouteOverride { seed: nvext.seed, ..RouteOverride::default() },
             alias,
-            pin: pin(&pool, nvext.decode_pin())?.or(kept.as_ref().map(|kept| kept.pin())),
+            pin: pin(&pool, nvext)?.or(kept.as_ref().map(|kept| kept.pin())),
             wish: urgency.wish(),
             expected_output_tokens: nvext.agent_hints.osl,
             ..client::read(&call, &envelope, &pool.members(), pool.selector.needs_text())
@@ -513,11 +513,12 @@ fn check_workers(call: &Call, pool: &Pool) -> Result<(), Reject> {
 ///
 /// # Errors
 /// 404 if it does not exist.
-fn pin(pool: &Pool, id: Option<InstanceId>) -> Result<Option<Pin>, Reject> {
-    match id {
+fn pin(pool: &Pool, nvext: &Nvext) -> Result<Option<Pin>, Reject> {
+    match nvext.decode_pin() {
         Some(id) if pool.members().get(id).is_none() => {
-            let message = format!("worker {id} does not serve model {:?}", pool.name);
-            Err(Error::NotFound(message).into())
+            let field = nvext.decode_pin_field();
+            let message = format!("{field}: worker {id} does not serve model {:?}", pool.name);
+            Err(Reject::from(Error::NotFound(message)).param(field))
         }
         id => Ok(id.map(|instance_id| Pin { instance_id, dp_rank: None })),
     }

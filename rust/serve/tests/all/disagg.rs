@@ -136,9 +136,15 @@ async fn where_it_is_enforced_nobody_decodes_alone() {
     assert_eq!((refused.status, decode.count()), (503, 0));
     stage.until_metric("refused_requests_total{cause=\"no_prefill\"}", 1.0).await;
     let mut pinned = body();
-    pinned["nvext"] = json!({ "prefill_worker_id": 77 });
-    assert_eq!(stage.ask(&pinned).await.status, 404);
-    stage.until_metric("refused_requests_total{cause=\"invalid\"}", 1.0).await;
+    for (n, field) in
+        ["prefill_worker_id", "decode_worker_id", "backend_instance_id"].iter().enumerate()
+    {
+        pinned["nvext"] = json!({ *field: 77 });
+        let refused = stage.ask(&pinned).await;
+        let param = format!("nvext.{field}");
+        assert_eq!((refused.status, &refused.json()["error"]["param"]), (404, &json!(param)));
+        stage.until_metric("refused_requests_total{cause=\"invalid\"}", n as f64 + 1.0).await;
+    }
     let continued = json!({ "input": "x", "previous_response_id": "r" });
     assert_eq!(stage.post("/v1/responses", &continued).await.status, 501);
     stage.until_metric("refused_requests_total{cause=\"no_prefill\"}", 2.0).await;

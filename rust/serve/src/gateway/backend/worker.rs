@@ -213,11 +213,9 @@ impl Prefill {
         if let Some(id) = pinned
             && pool.as_ref().is_none_or(|pool| pool.members().get(id).is_none())
         {
-            let message = format!(
-                "nvext.prefill_worker_id: worker {id} is not a prefill worker of model \
-                                   {name:?}"
-            );
-            return Err(Reject::new(StatusCode::NOT_FOUND, message));
+            let field = "nvext.prefill_worker_id";
+            let message = format!("{field}: worker {id} is not a prefill worker of model {name:?}");
+            return Err(Reject::new(StatusCode::NOT_FOUND, message).param(field));
         }
         let is_enforced = app.enforces_prefill(name);
         let tries = match pool {

@@ -124,6 +124,12 @@ fn one_answer_from_all_that_says_how_urgent_it_is() {
     assert_eq!(urgency(&[], older, "null"), (0, -1.5));
     assert_eq!(urgency(&[(PRIORITY_HEADER.as_str(), "inf")], hints, "null"), (2, 0.0));
     assert!(urgency(&[], "{}", "0").1.is_sign_positive());
+    let wrong =
+        read_where(true, &[(STRICT_PRIORITY_HEADER.as_str(), "-1")], "{}", "null").unwrap_err();
+    assert_eq!(
+        wrong.message,
+        "header x-dynamo-request-strict-priority must be an integer in 0..=4294967295, got \"-1\""
+    );
     // Without a queue the field belongs to the engine; ignore it.
     let unheard = read_where(false, &[own], "{}", r#""soon""#).unwrap();
     assert_eq!(unheard, Urgency::default());

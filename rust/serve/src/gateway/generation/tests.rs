@@ -96,6 +96,7 @@ fn refusals_name_the_field_and_what_came() {
         (json!({"logprobs": 0}), "logprobs: "),
         (json!({"echo": true}), "echo: "),
         (json!({"max_tokens": 0}), "max_tokens: must be at least 1, got 0"),
+        (json!({"max_completion_tokens": 0}), "max_completion_tokens: must be at least 1, got 0"),
         (json!({"max_tokens": -1}), "max_tokens: invalid value"),
         (json!({"min_tokens": 4, "max_tokens": 3}), "at most max_tokens (3), got 4"),
         (json!({"stop": [""]}), "stop: a string must have 1..=4096 bytes, got 0"),
