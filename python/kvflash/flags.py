@@ -195,12 +195,16 @@ class Flags:
         self._marks[dest] = frozenset(dests)
 
     def preset(self, dest: str, made: dict[str, Any]) -> None:
-        """In a file ``dest`` is a preset for other flags, which take precedence over it."""
+        """``dest`` is a preset for other flags.
+
+        In a file they take precedence over it. On a command line they must not contradict it.
+        """
         self._presets[dest] = made
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse; a bad value ends the process with status 2 and a message that names the flag."""
-        said = self._environment | vars(self._parser.parse_args(argv))
+        typed = vars(self._parser.parse_args(argv))
+        said = self._environment | typed
         in_files: dict[str, Any] = {}
         for file in self._files:
             path = said.get(file.dest) or in_files.get(file.dest)
@@ -208,6 +212,13 @@ class Flags:
                 in_files |= self._read_file(file, path, said)
         for preset, made in self._presets.items():
             if said.get(preset):
+                for dest in made:
+                    if typed.get(dest, made[dest]) != made[dest]:
+                        sets, but = self._words(dest, made[dest]), self._words(dest, typed[dest])
+                        raise ConfigError(
+                            f"{self._words(preset, True)} sets {sets}, which contradicts {but}: "
+                            "leave one of them out"
+                        )
                 # It takes precedence over the file, like everything set beside it.
                 in_files |= {dest: made[dest] for dest in made.keys() & in_files.keys()}
         given = in_files | said
@@ -216,6 +227,13 @@ class Flags:
         for file in self._files:
             del values[file.dest]
         return argparse.Namespace(**values)
+
+    def _words(self, dest: str, value: Any) -> str:
+        """How a command line sets ``dest`` to this value."""
+        actions = (one for one in self._parser._actions if one.dest == dest)
+        action = next(one for one in actions if one.nargs != 0 or one.const == value)
+        name = action.option_strings[0]
+        return name if action.nargs == 0 else f"{name} {value}"
 
     def error(self, message: str) -> None:
         """Refuse a combination of flags, as the parser refuses a value."""

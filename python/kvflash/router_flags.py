@@ -105,7 +105,8 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
     mode = values.get("router_mode")
     if mode not in (None, "kv"):
         raise ConfigError(
-            f"--load-aware sets --router-mode kv, which contradicts {mode}: leave one of them out"
+            f"--load-aware sets --router-mode kv, which contradicts --router-mode {mode}: "
+            "leave one of them out"
         )
     return values | _LOAD_AWARE
 

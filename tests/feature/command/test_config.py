@@ -478,14 +478,20 @@ def test_load_aware_is_a_preset_in_a_constructor_too():
         assert (args.router_mode, args.use_kv_events, args.assume_kv_reuse) == ("kv", False, False)
         assert args.router_kv_overlap_score_credit == 0
         assert dataclasses.replace(args, port=1).router_mode == "kv"
-        with pytest.raises(ConfigError, match="contradicts random"):
+        with pytest.raises(ConfigError, match="contradicts --router-mode random"):
             made(load_aware=True, router_mode="random")
 
 
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("--load-aware --router-mode random", "--load-aware .* contradicts random"),
+        ("--load-aware --router-mode random", "--load-aware .* contradicts --router-mode random"),
+        ("--load-aware --kv-events", "--load-aware sets --no-kv-events, which contradicts --kv-ev"),
+        (
+            "--load-aware --router-kv-overlap-score-credit 2",
+            "sets --router-kv-overlap-score-credit 0.0, which contradicts .*-credit 2.0: leave one",
+        ),
+        ("--router-durable-kv-events --event-plane zmq", "contradicts --event-plane zmq"),
         ("--use-remote-indexer http://a:1 --no-kv-events", "--no-kv-events switches off"),
         ("--use-remote-indexer http://a:1 --load-aware", "--load-aware switches off"),
     ],

@@ -59,7 +59,7 @@ settings! {
             "--router-session-affinity-ttl-secs SECONDS DYN_ROUTER_SESSION_AFFINITY_TTL_SECS";
         /// Balance by load alone and ignore caches
         ///
-        /// A preset: kv mode with credit 0, no events, no assumed reuse. Cannot be combined with another mode
+        /// A preset: kv mode with credit 0, no events, no assumed reuse. Cannot be combined with flags that contradict it
         load_aware: bool = false, (), "--load-aware";
     } }
 }
