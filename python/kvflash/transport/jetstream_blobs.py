@@ -169,7 +169,16 @@ class JetStreamBlobs:
         """Delete a blob; no error if it does not exist."""
         async with reaching(f"bucket {self._bucket}"):
             with contextlib.suppress(nats.js.errors.NotFoundError):
-                for subject in (f"M.{_entry(name)}", f"C.{name}"):
+                subjects = [f"M.{_entry(name)}", f"C.{name}"]
+                with contextlib.suppress(
+                    nats.js.errors.NotFoundError, nats.js.errors.BadObjectMetaError
+                ):
+                    # Also one that the client marked as deleted: its mark would stay for ever.
+                    info = await self._store.get_info(name, show_deleted=True)
+                    if info.nuid != name:
+                        # A replica of an older version stored it: only the entry names the chunks.
+                        subjects.insert(0, f"C.{info.nuid}")
+                for subject in subjects:
                     await self._js.purge_stream(
                         f"OBJ_{self._bucket}", subject=f"$O.{self._bucket}.{subject}"
                     )
