@@ -165,8 +165,10 @@ def check_ready(url: str, ready: Answer, otherwise: str) -> Iterator[Finding]:
 
 
 def causes_of(health: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The warnings of GET /health."""
-    return [cause for cause in health.get("causes") or [] if isinstance(cause, dict)]
+    """The warnings of GET /health; services of an older version give them only as text."""
+    if "causes" not in health:
+        return [{"message": text} for text in health.get("warnings") or []]
+    return [cause for cause in health["causes"] or [] if isinstance(cause, dict)]
 
 
 def check_indexer(

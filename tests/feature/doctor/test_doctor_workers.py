@@ -227,6 +227,13 @@ def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
     assert findings == [(FAIL, "events_crossed"), (WARN, "policy")]
 
 
+def test_warnings_of_an_older_version_are_told() -> None:
+    """Such a frontend may run beside this one during an upgrade."""
+    health = {"status": "healthy", "warnings": ["worker 1: given without events="]}
+    (finding,) = workers.check_reasons(URL, health)
+    assert (finding.level, finding.seen) == (WARN, "worker 1: given without events=")
+
+
 def test_a_warning_has_the_service_s_fix() -> None:
     cause = {"code": "events_not_given", "message": "x", "fix": "give it"}
     (finding,) = workers.check_reasons(URL, {"causes": [cause]})
