@@ -190,6 +190,25 @@ def test_alerts_say_what_and_why(samples, service, rule):
         assert text.count("{{") == text.count("}}")
 
 
+def test_every_reason_of_degraded_trust_that_lasts_raises_an_alert(samples):
+    """Stale workers have an alert whatever the reason; a full index has alerts on its counters."""
+    passing = {"no_events_yet", "missed_first_batches"}
+    stale = {"failed", "never_connected", "disconnected", "paused", "nothing_decodable"}
+    counted = {"orphaned_stores", "over_capacity", "refused_blocks", "evicted_by_limit"}
+    reasons = {row["reason"] for row in samples["indexer"][PREFIX["indexer"] + "trust_reasons"]}
+    selectors = []
+    for rule in rules("indexer"):
+        walk(promql_parser.parse(rule["expr"]), (selectors, set()))
+    alerted = {
+        reason
+        for selector in selectors
+        for matcher in selector.matchers.matchers
+        if matcher.name == "reason"
+        for reason in matcher.value.split("|")
+    }
+    assert reasons - passing - stale - counted == alerted
+
+
 def test_alerts_have_names_of_their_own():
     names = [rule["alert"] for _, rule in RULES]
     assert len(set(names)) == len(names)
