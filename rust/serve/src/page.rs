@@ -1,7 +1,6 @@
 //! Metrics that are read when a scrape comes, so that workers that have left leave no series behind.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 
 use kvflash_core::catalog::{Catalog, ModelKey};
@@ -151,33 +150,25 @@ impl Page<'_> {
         )
     }
 
-    /// Queues for a worker with room to prefill; those with the same labels count as one.
+    /// Queues for a worker with room to prefill, each with labels of its own: a sum would fall when
+    /// one of them ends.
     pub fn queues(&mut self, queues: impl Iterator<Item = (Labels, QueueStats)>) -> fmt::Result {
-        let mut pending = BTreeMap::<Labels, (usize, u64)>::new();
-        let mut outcomes = BTreeMap::<Labels, u64>::new();
-        for (labels, stats) in queues {
-            let sum = pending.entry(labels.clone()).or_default();
-            *sum = (sum.0 + stats.pending, sum.1 + stats.pending_isl_tokens);
-            for (outcome, count) in stats.outcomes() {
-                *outcomes.entry(and(&labels, "outcome", outcome)).or_default() += count;
-            }
-        }
-        let pending: Vec<_> = pending.into_iter().collect();
+        let queues: Vec<_> = queues.collect();
         self.gauges(
             "queue_pending_requests",
             "Requests of a model that wait for a worker with room to prefill",
-            column(&pending, |(requests, _)| *requests),
+            column(&queues, |stats| stats.pending),
         )?;
         self.gauges(
             "queue_pending_isl_tokens",
             "Prompt tokens of the requests that wait for a worker with room to prefill",
-            column(&pending, |(_, tokens)| *tokens),
+            column(&queues, |stats| stats.pending_isl_tokens),
         )?;
-        self.counters(
-            "queued",
-            "Requests of a model that waited for a worker with room to prefill, by outcome",
-            outcomes,
-        )
+        let outcomes = queues.iter().flat_map(|(labels, stats)| {
+            stats.outcomes().map(|(outcome, count)| (and(labels, "outcome", outcome), count))
+        });
+        let help = "Requests of a model that waited for a worker with room to prefill, by outcome";
+        self.counters("queued", help, outcomes)
     }
 }
 

@@ -36,13 +36,16 @@ def pending(frontend: Frontend) -> tuple[float, float]:
     """Requests that wait, and tokens of their prompts."""
     names = ("requests", "isl_tokens")
     requests, tokens = (
-        frontend.metric(f'kvflash_queue_pending_{name}{{model="m"}}') for name in names
+        frontend.metric(f'kvflash_queue_pending_{name}{{model="m",tenant="default"}}')
+        for name in names
     )
     return requests, tokens
 
 
 def queued(frontend: Frontend, outcome: str) -> float:
-    return frontend.metric(f'kvflash_queued_total{{model="m",outcome="{outcome}"}}')
+    return frontend.metric(
+        f'kvflash_queued_total{{model="m",tenant="default",outcome="{outcome}"}}'
+    )
 
 
 class Sender:

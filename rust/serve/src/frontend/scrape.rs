@@ -13,7 +13,7 @@ use kvflash_core::text::CacheStats;
 use super::admin::{not_ready, warnings_count};
 use super::app::App;
 use crate::gateway::book;
-use crate::page::{Labels, Page, and, column, label};
+use crate::page::{Labels, Page, and, column, label, of_model};
 
 /// GET /metrics
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
@@ -66,9 +66,9 @@ fn write_workers(app: &App, page: &mut Page<'_>) -> fmt::Result {
     page.gauges("worker_draining", help, is_draining)?;
     let loads = pools.iter().flat_map(|pool| pool.selector.loads());
     page.loads(&loads.map(|load| (label("worker", load.worker), load)).collect::<Vec<_>>())?;
-    // A model's prefill workers have a separate queue: the sum is reported.
-    let queues = pools.iter().filter_map(|pool| Some((&pool.name, pool.queue.as_ref()?.stats())));
-    page.queues(queues.map(|(model, stats)| (label("model", model), stats)))
+    let queues =
+        pools.iter().filter_map(|pool| Some((of_model(&pool.key), pool.queue.as_ref()?.stats())));
+    page.queues(queues)
 }
 
 /// Usage and limits of clients with keys.

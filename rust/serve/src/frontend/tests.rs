@@ -97,9 +97,9 @@ fn scrapes_at_once_tell_of_every_worker() {
                         assert_eq!(rows(name), WORKERS, "{name}");
                     }
                     for row in [
-                        "queued_total{model=\"m\",outcome=\"left\"} 1",
-                        "queue_pending_requests{model=\"m\"} 1",
-                        "queue_pending_isl_tokens{model=\"m\"} 7",
+                        "queued_total{model=\"m\",tenant=\"default\",outcome=\"left\"} 1",
+                        "queue_pending_requests{model=\"m\",tenant=\"default\"} 1",
+                        "queue_pending_isl_tokens{model=\"m\",tenant=\"default\"} 7",
                     ] {
                         assert!(text.contains(&format!("\nkvflash_{row}\n")), "{row}");
                     }

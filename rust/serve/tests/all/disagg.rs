@@ -187,6 +187,12 @@ async fn waits_for_a_prefill_worker_are_counted_apart() {
     for name in ["queue_wait_seconds_count", "prefill_queue_wait_seconds_count"] {
         assert_eq!(stage.metric(name).await, 1.0, "{name}");
     }
+    // The counts of one queue end with its workers; a sum of both would fall.
+    let scrape = stage.call(Method::GET, "/metrics", &[], None).await;
+    for tenant in ["default", "prefill"] {
+        let row = format!(r#"queue_pending_requests{{model="m",tenant="{tenant}"}} 0"#);
+        assert!(scrape.text().contains(&row), "{row}");
+    }
 }
 
 #[tokio::test]

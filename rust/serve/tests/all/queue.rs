@@ -20,7 +20,7 @@ fn line(order: LineOrder, limit: usize) -> Stage {
     })
 }
 
-const WAITING: &str = "queue_pending_requests{model=\"m\"}";
+const WAITING: &str = "queue_pending_requests{model=\"m\",tenant=\"default\"}";
 const TURNS: &str = "turns_waiting{model=\"m\"}";
 
 /// Send one and see it wait.

@@ -563,7 +563,7 @@ async fn a_tenant_that_waits_for_engines_that_read_its_salt_holds_up_no_other() 
     let first = message();
     let asked = new.next().await;
     let second = message();
-    stage.until_metric("queue_pending_requests{model=\"m\"}", 1.0).await;
+    stage.until_metric("queue_pending_requests{model=\"m\",tenant=\"default\"}", 1.0).await;
     let other = stage.ask_as(&key("b"), &[], &prompt(0..40)).await;
     assert_eq!((other.status, other.worker()), (200, old.id));
     asked.done().await;
