@@ -19,7 +19,7 @@ use super::attempts::{Failed, PREFILL_FAILED};
 use super::backend::plane::{Opened, failed};
 use super::backend::worker::Handoff;
 use super::book::kept_alive;
-use super::generation;
+use super::generation::{self, Generation};
 use super::plan::Plan;
 use super::relay::{Delivery, End};
 use crate::Reject;
@@ -98,7 +98,8 @@ impl Answer {
         let writing = match (opened.member.spec.card.model_input, &opened.member.text) {
             (ModelInput::Text, _) => None,
             (ModelInput::Tokens, Some(text)) => {
-                parsing = parsing_of(plan, &opened.member, text).map_err(Failed::invalid)?;
+                parsing =
+                    parsing_of(plan, &generation, &opened.member, text).map_err(Failed::invalid)?;
                 let tags = parsing.as_ref().map_or(&[][..], |parsing| parsing.tags());
                 generation.keeps_special_tokens |=
                     parsing.is_some() && opened.member.formats.needs_special_tokens();
@@ -453,7 +454,12 @@ impl Drop for Answer {
 ///
 /// # Errors
 /// 400 if the tokenizer's decoder fails on the prompt.
-fn parsing_of(plan: &Plan, member: &Member, text: &ModelText) -> Result<Option<Parsing>, Reject> {
+fn parsing_of(
+    plan: &Plan,
+    generation: &Generation,
+    member: &Member,
+    text: &ModelText,
+) -> Result<Option<Parsing>, Reject> {
     let formats = &member.formats;
     if plan.call.api() != Api::Chat || *formats == Formats::default() {
         return Ok(None);
@@ -465,7 +471,7 @@ fn parsing_of(plan: &Plan, member: &Member, text: &ModelText) -> Result<Option<P
     let prompt = plan.tokens.as_deref().map(Vec::as_slice).unwrap_or_default();
     let prompt_end = &prompt[prompt.len().saturating_sub(PROMPT_END_TOKENS)..];
     let prompt_end = text.model.tokenizer.decode(prompt_end, false)?;
-    let calls_max = generation::calls_max(&plan.call.body)?;
+    let calls_max = if generation.has_one_call { 1 } else { usize::MAX };
     let parsing = Parsing::new(formats, &prompt_end, tools, calls_max);
     Ok((!parsing.is_idle()).then_some(parsing))
 }

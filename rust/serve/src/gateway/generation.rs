@@ -64,6 +64,7 @@ struct Fields {
     ignore_eos: Option<bool>,
     include_stop_str_in_output: Option<bool>,
     skip_special_tokens: Option<bool>,
+    parallel_tool_calls: Option<bool>,
     temperature: Option<f64>,
     top_p: Option<f64>,
     min_p: Option<f64>,
@@ -127,6 +128,8 @@ pub(crate) struct Generation {
     pub is_stream: bool,
     pub includes_usage: bool,
     pub keeps_special_tokens: bool,
+    /// The answer calls one tool at most.
+    pub has_one_call: bool,
     pub limits: Limits,
     pub sampling: Map<String, Value>,
 }
@@ -192,6 +195,7 @@ impl Generation {
             is_stream: fields.stream.unwrap_or(false),
             includes_usage: fields.stream_options.include_usage.unwrap_or(false),
             keeps_special_tokens: !fields.skip_special_tokens.unwrap_or(true),
+            has_one_call: fields.parallel_tool_calls == Some(false),
             limits: fields.limits(api)?,
             sampling,
         })
@@ -250,15 +254,6 @@ pub(crate) fn tool_names(body: &Body) -> Result<Vec<String>, Reject> {
     let tools: Value = body.value("tools")?.unwrap_or_default();
     let name = |tool: &Value| tool.pointer("/function/name")?.as_str().map(str::to_owned);
     Ok(tools.as_array().into_iter().flatten().filter_map(name).collect())
-}
-
-/// How many tools a chat's answer may call.
-///
-/// # Errors
-/// 400 for a field that is no boolean.
-pub(crate) fn calls_max(body: &Body) -> Result<usize, Reject> {
-    let is_parallel: Option<bool> = body.value("parallel_tool_calls")?;
-    Ok(if is_parallel == Some(false) { 1 } else { usize::MAX })
 }
 
 impl Fields {
