@@ -76,19 +76,14 @@ impl Reject {
         self
     }
 
-    /// Names the field at the beginning of the message, such as `messages[0].role: ...`, or as
-    /// serde does: "duplicate field `n`".
+    /// Names the field at the beginning of the message, such as `messages[0].role: ...`.
     fn named(mut self) -> Self {
         let is_name = |name: &&str| {
             name.starts_with(|c: char| c.is_ascii_alphabetic())
                 && name.chars().all(|c| c.is_ascii_alphanumeric() || "_.[]".contains(c))
         };
-        let of_serde = self.message.strip_prefix("duplicate field `");
-        let named = of_serde
-            .and_then(|rest| rest.split_once('`'))
-            .or_else(|| self.message.split_once(": "));
-        self.param =
-            named.map(|(name, _)| name).filter(is_name).map(|name| Cow::Owned(name.to_owned()));
+        let head = self.message.split_once(": ").map(|(head, _)| head);
+        self.param = head.filter(is_name).map(|name| Cow::Owned(name.to_owned()));
         self
     }
 
@@ -260,8 +255,6 @@ mod tests {
             assert!(message.contains(&format!("{letter} ... {letter}")), "{letter}");
             assert_eq!(reject.param.as_deref(), Some("model"));
         }
-        let twice = Reject::bad_request("duplicate field `model`");
-        assert_eq!(twice.param.as_deref(), Some("model"));
         // A field's name is the client's, too.
         let reject = Reject::bad_request(format!("{}: unknown", "x".repeat(1 << 20)));
         assert!(reject.message.len() <= MAX_MESSAGE_BYTES && reject.param.is_none());
