@@ -6,7 +6,7 @@ from typing import Any
 
 from kvflash.background import cancel
 from kvflash.discovery import Discovery
-from kvflash.roster.core import Replicas, Taker
+from kvflash.roster.core import Component, Replicas, Taker
 from kvflash.roster.feed import NO_PLANE, WorkerFeed
 from kvflash.roster.keys import Name
 
@@ -52,6 +52,10 @@ class EndpointWorkers(WorkerFeed):
     async def _ask(self, call: Callable[..., object], *args: object) -> None:
         """Call the core at once: it takes microseconds."""
         call(*args)
+
+    async def _give_up_change(self, component: Component, instance_id: int) -> None:
+        # What the core may still have is no longer true.
+        await self._remove(component, instance_id)
 
     def _events(self, name: Name) -> dict[str, Any]:
         return self._cluster.events(self._keys.events_of(name))

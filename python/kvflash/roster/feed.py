@@ -190,14 +190,12 @@ class WorkerFeed(ABC):
         if told is not None and told[2] == text:
             return False
         self._shown.add(instance_id)
-        if told is None:
-            # With its state: a draining worker gets no request in between.
-            joining = json.dumps({**fields, "state": state}) if state == _DRAINING else text
-            await self._ask(self._fleet.put_worker, joining)
-        elif told[1] == worker:
-            await self._ask(self._fleet.put_worker, text)
+        # With its state: a draining worker gets no request in between.
+        sent = json.dumps({**fields, "state": state}) if state == _DRAINING else text
+        if told is None or told[1] == worker:
+            await self._ask(self._fleet.put_worker, sent)
         else:
-            await self._replace(component_of(name[0]), instance_id, text)
+            await self._replace(component_of(name[0]), instance_id, sent)
         self._shown.discard(instance_id)
         self._told[instance_id] = (name, worker, text)
         return True
@@ -209,9 +207,12 @@ class WorkerFeed(ABC):
         try:
             await self._ask(self._fleet.put_worker, text)
         except Exception:
-            # The core may still have the worker as it was.
-            await self._share(self._cluster.worker_joined, component, instance_id)
+            await self._give_up_change(component, instance_id)
             raise
+
+    async def _give_up_change(self, component: Component, instance_id: int) -> None:
+        """The core refused a change, and may still have the worker as it was."""
+        await self._share(self._cluster.worker_joined, component, instance_id)
 
     async def _remove(self, component: Component, instance_id: int) -> None:
         """Remove a worker from the core, or a refused one that the core shows."""

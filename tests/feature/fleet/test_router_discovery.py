@@ -17,7 +17,7 @@ from kvflash import DistributedRuntime
 from kvflash.discovery import FileDiscovery, MemoryDiscovery
 from kvflash.errors import ConfigError, NotFoundError, OverloadedError, TransportError
 from kvflash.roster import feed
-from kvflash.roster.core import Replicas
+from kvflash.roster.core import Component, Replicas
 from kvflash.router import RouterService, endpoint, workers
 from kvflash.router.workers import DiscoveredWorkers
 from service import DEADLINE_S, until
@@ -31,6 +31,15 @@ class Alone(Replicas):
     def __init__(self) -> None:
         super().__init__()
         self.asked_total = 0
+        self.here: set[int] = set()
+
+    def worker_joined(
+        self, _component: Component, instance_id: int, _shared_id: int | None = None
+    ) -> None:
+        self.here.add(instance_id)
+
+    def worker_left(self, _component: Component, instance_id: int) -> None:
+        self.here.discard(instance_id)
 
     def events(self, events: dict[int, Any]) -> dict[str, Any]:
         self.asked_total += 1
@@ -155,6 +164,29 @@ def test_a_draining_worker_joins_as_that() -> None:
             instance = INSTANCE | {"state": "draining"}
             await put(discovery, "instances/ns/backend/generate/1", instance)
             await eventually(lambda: registry.workers, "the worker")
+            assert registry.workers[1]["state"] == "draining"
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_worker_whose_change_is_refused_is_out_until_it_is_accepted() -> None:
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            key = "models/ns/backend/generate/1"
+            await put(discovery, key, {"model_name": "x"})
+            instance = INSTANCE | {"state": "draining"}
+            await put(discovery, "instances/ns/backend/generate/1", instance)
+            await eventually(lambda: registry.found.ids == [1], "the worker")
+            # The core lets a worker go before it takes it as a different one.
+            registry.room = 0
+            del registry.workers[1]
+            await put(discovery, key, {"model_name": "x", "dp_size": 2})
+            await eventually(lambda: registry.warnings, "the refusal")
+            assert (registry.found.ids, registry.cluster.here) == ([], set())
+            registry.room = 1
+            await put(discovery, key, {"model_name": "x", "dp_size": 4})
+            await eventually(lambda: registry.found.ids == [1], "its return")
+            assert registry.cluster.here == {1}
             assert registry.workers[1]["state"] == "draining"
 
     asyncio.run(asyncio.wait_for(work(), 60))
