@@ -106,6 +106,9 @@ class Replicas:
     ) -> None:
         """Called before a worker is added to the core."""
 
+    def instance_joined(self, component: Component, instance_id: int) -> None:
+        """Called for an instance that the core does not get."""
+
     def worker_joined(
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvflash.background import cancel
 from kvflash.discovery import Discovery
-from kvflash.roster.core import Component, Replicas, Taker
+from kvflash.roster.core import Component, Replicas, Taker, component_of
 from kvflash.roster.feed import NO_PLANE, WorkerFeed
 from kvflash.roster.keys import Name
 
@@ -48,6 +48,13 @@ class EndpointWorkers(WorkerFeed):
         if name[0] != self._path or name not in self._keys.instances:
             return None
         return self._keys.cards.get(name) or (None if self._cluster.is_nats else {})
+
+    async def _tell_safely(self, name: Name) -> None:
+        await super()._tell_safely(name)
+        path, instance_id = name
+        if path != self._path and name in self._keys.instances:
+            # The component's events, and snapshots of them, include its other endpoints' workers.
+            await self._share(self._cluster.instance_joined, component_of(path), instance_id)
 
     async def _ask(self, call: Callable[..., object], *args: object) -> None:
         """Call the core at once: it takes microseconds."""

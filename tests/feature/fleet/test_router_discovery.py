@@ -32,6 +32,14 @@ class Alone(Replicas):
         super().__init__()
         self.asked_total = 0
         self.here: set[int] = set()
+        # Those whose events in the component's stream count.
+        self.instances: set[int] = set()
+
+    def instance_joined(self, _component: Component, instance_id: int) -> None:
+        self.instances.add(instance_id)
+
+    def only(self, component_ids: dict[Component, set[int]]) -> None:
+        self.instances &= component_ids["ns", "backend"]
 
     def worker_joined(
         self, _component: Component, instance_id: int, _shared_id: int | None = None
@@ -188,6 +196,24 @@ def test_a_worker_whose_change_is_refused_is_out_until_it_is_accepted() -> None:
             await eventually(lambda: registry.found.ids == [1], "its return")
             assert registry.cluster.here == {1}
             assert registry.workers[1]["state"] == "draining"
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_worker_of_another_endpoint_that_is_back_counts_for_the_component() -> None:
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            here = registry.cluster.instances
+            await put(discovery, "instances/ns/backend/other/2", INSTANCE)
+            await eventually(lambda: here == {2}, "the other endpoint's")
+            await discovery.delete("v1/instances/ns/backend/other/2")
+            # The list of a component without it makes it one that has left.
+            await put(discovery, "instances/ns/backend/generate/1", INSTANCE)
+            await eventually(lambda: registry.cluster.here == {1}, "the worker")
+            assert here == set()
+            await put(discovery, "instances/ns/backend/other/2", INSTANCE)
+            await eventually(lambda: here == {2}, "its return")
+            assert registry.found.ids == [1]
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
