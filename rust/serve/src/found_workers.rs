@@ -89,21 +89,24 @@ impl FoundWorkers {
     /// Follows a worker of discovery, or applies its changes; returns its id.
     ///
     /// # Errors
-    /// `Config` naming the field; `Overloaded` at the limit; those of the catalog.
+    /// `Config` naming the field; `Conflict` for the id of another engine; `Overloaded` at the limit;
+    /// those of the catalog.
     pub fn put(&self, json: &str) -> Result<InstanceId> {
         let spec = WorkerSpec::parse(json)?;
         let (id, ranks) = (spec.id, spec.dp_size());
         let card = match &self.selector {
             Some(_) => Card { report: spec.report(), ..self.card.clone() },
-            None => Card { source: Source::Discovery, ..spec.model() },
+            None => spec.model(),
         };
+        let card = Card { source: Source::Discovery, ..card };
         let mut roster = self.roster.lock();
-        let is_same = roster.is_same(id, ranks, &card);
+        let is_found = roster.card_of(id).is_some_and(|own| own.source == Source::Discovery);
+        let is_same = is_found && roster.is_same(id, ranks, &card);
         if is_same {
             self.change(&mut roster, Change::Card { id, card })?;
         } else {
-            let state = roster.state_of(id);
-            if state.is_some() {
+            let state = roster.state_of(id).filter(|_| is_found);
+            if is_found {
                 self.change(&mut roster, Change::Left { id })?;
             }
             let events = BTreeMap::new();
@@ -248,6 +251,19 @@ mod tests {
     }
 
     #[test]
+    fn a_worker_of_discovery_replaces_no_engine_given_by_address() {
+        let found = found(Some(16));
+        found.add("http://h:8000,events=tcp://h:1,id=7").unwrap();
+        for card in
+            [json!({"model_name": "m", "kv_cache_block_size": 16}), json!({"model_name": "n"})]
+        {
+            let error = found.put(&worker(7, card, "tcp://h:2")).unwrap_err();
+            assert!(matches!(error, Error::Conflict(_)), "{error}");
+        }
+        assert_eq!(listened(&found), ["7:0 m:default tcp://h:1"]);
+    }
+
+    #[test]
     fn the_workers_of_a_selector_serve_its_model() {
         let catalog = Arc::new(Catalog::default());
         let key = ModelKey { model_name: "m".into(), tenant_id: "default".into() };
@@ -262,7 +278,7 @@ mod tests {
         // Neither another model nor another block size keeps it away.
         let card = json!({"model_name": "n", "kv_cache_block_size": 32, "total_kv_blocks": 0});
         found.put(&worker(5, card, "tcp://h:1")).unwrap();
-        assert_eq!(listened(&found), ["5:0 m:default tcp://h:1"]);
+        assert_eq!(listened(&found), ["5:0 m:default tcp://h:1 found"]);
         let rank = Worker::new(5, 0);
         assert_eq!(selector.busy.reported(rank), Some(Report::default()));
         // What changes but its ranks leaves it in its place.
@@ -270,7 +286,7 @@ mod tests {
         found
             .put(&worker(5, json!({"model_name": "n", "total_kv_blocks": 9}), "tcp://h:2"))
             .unwrap();
-        assert_eq!(listened(&found), ["5:0 m:default tcp://h:2"]);
+        assert_eq!(listened(&found), ["5:0 m:default tcp://h:2 found"]);
         assert_eq!(selector.busy.reported(rank).unwrap().kv_total_blocks, Some(9));
         found.put(&worker(5, json!({"model_name": "n", "dp_size": 2}), "tcp://h:2")).unwrap();
         assert_eq!(ranks(), ["5:0", "5:1"]);

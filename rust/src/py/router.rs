@@ -179,7 +179,7 @@ impl Router {
         released(py, || self.app.set_worker_state(instance_id, state))
     }
 
-    /// Remove a worker, its blocks and its requests; NotFoundError for an unknown one.
+    /// Remove a worker of discovery, its blocks and its requests; NotFoundError for any other.
     fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> Raised<()> {
         released(py, || self.app.remove_worker(instance_id))
     }

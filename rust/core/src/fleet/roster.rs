@@ -440,9 +440,14 @@ impl Roster {
         self.members.contains_key(&id)
     }
 
+    /// What it serves.
+    pub fn card_of(&self, id: InstanceId) -> Option<&Card> {
+        self.members.get(&id)?.card.as_ref()
+    }
+
     /// Its model.
     pub fn key_of(&self, id: InstanceId) -> Option<&ModelKey> {
-        self.members.get(&id)?.card.as_ref().map(|card| &card.key)
+        self.card_of(id).map(|card| &card.key)
     }
 
     /// The block size of a model, if one of its workers knows it.

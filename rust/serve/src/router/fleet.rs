@@ -177,6 +177,18 @@ impl Fleet {
         self.fleet.leave(&mut self.fleet.write(), id).map(drop)
     }
 
+    /// Removes a worker of discovery; one that was registered under the same id stays.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn remove_found(&self, id: InstanceId) -> Result<()> {
+        let mut tables = self.fleet.write();
+        if !tables.members.get(&id).is_some_and(|member| member.is_found) {
+            return Err(fleet::unknown(id));
+        }
+        self.fleet.leave(&mut tables, id).map(drop)
+    }
+
     /// A registered worker and its pool.
     ///
     /// # Errors

@@ -42,9 +42,9 @@ impl RouterApp {
     /// Removes a worker of discovery with its requests, load and blocks.
     ///
     /// # Errors
-    /// `NotFound`.
+    /// `NotFound`, also for a registered worker.
     pub fn remove_worker(&self, id: InstanceId) -> Result<()> {
-        self.app.fleet.remove(id)
+        self.app.fleet.remove_found(id)
     }
 
     /// Sets whether a worker takes new requests.

@@ -178,7 +178,7 @@ async fn add_worker(
 ) -> Answer {
     let mut new: NewWorker = app.parse(&headers, body).await?;
     new.registrant = peer.map(|Extension(Peer(address))| address.ip());
-    // Workers from flags and discovery are added again at the next start.
+    // Workers from flags are added again at the next start.
     let kept = new.registrant.map(|_| new.clone());
     if kept.is_some() {
         new.check_places(&app.options.http.worker_allow).await?;

@@ -231,6 +231,8 @@ fn a_worker_of_discovery_is_put_in_its_place() {
     // A gateway's worker stays as it is.
     let refused = put(1, json!({"model_name": "m"}), 3).unwrap_err();
     assert!(matches!(refused, Error::Conflict(_)), "{refused}");
+    assert!(matches!(router.remove_worker(1), Err(Error::NotFound(_))));
+    assert!(app.fleet.known(1).is_ok());
     router.remove_worker(7).unwrap();
     assert!(matches!(router.remove_worker(7), Err(Error::NotFound(_))));
     // The name counts once there are several models.
