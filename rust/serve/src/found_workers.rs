@@ -276,7 +276,8 @@ mod tests {
         let ranks =
             || selector.loads().iter().map(|load| load.worker.to_string()).collect::<Vec<_>>();
         // Neither another model nor another block size keeps it away.
-        let card = json!({"model_name": "n", "kv_cache_block_size": 32, "total_kv_blocks": 0});
+        let card = json!({"model_name": "n", "kv_cache_block_size": 32, "total_kv_blocks": 0,
+            "max_num_batched_tokens": 0});
         found.put(&worker(5, card, "tcp://h:1")).unwrap();
         assert_eq!(listened(&found), ["5:0 m:default tcp://h:1 found"]);
         let rank = Worker::new(5, 0);

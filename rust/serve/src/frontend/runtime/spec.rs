@@ -167,11 +167,12 @@ impl WorkerSpec {
         self.card.model_type.iter().any(|kind| kind.eq_ignore_ascii_case("prefill"))
     }
 
-    /// The initial report of its ranks; an engine that does not know its blocks says 0.
+    /// The initial report of its ranks; an engine that does not know a figure says 0.
     pub fn report(&self) -> Report {
+        let known = |figure: Option<u64>| figure.filter(|figure| *figure > 0);
         Report {
-            kv_total_blocks: self.card.total_kv_blocks.filter(|blocks| *blocks > 0),
-            max_num_batched_tokens: self.card.max_num_batched_tokens,
+            kv_total_blocks: known(self.card.total_kv_blocks),
+            max_num_batched_tokens: known(self.card.max_num_batched_tokens),
             ..Report::default()
         }
     }
