@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from kvflash.background import cancel
@@ -67,12 +67,6 @@ class WorkerKeys:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def served(self) -> Iterator[tuple[int, dict[str, Any], dict[str, Any] | None]]:
-        """The endpoint's instances: number, value, and model card if there is one."""
-        for name, instance in self.instances.items():
-            if name[0] == self._scope:
-                yield name[1], instance, self.cards.get(name)
-
     def events_of(self, name: Name) -> dict[int, dict[str, Any]]:
         """An instance's event endpoints by rank, ascending."""
         return dict(sorted(self.events.get((name[0].rpartition("/")[0], name[1]), {}).items()))
@@ -88,8 +82,8 @@ class WorkerKeys:
         self._tasks = [loop.create_task(self._follow(prefix)) for prefix in self._prefixes]
         self._tasks.append(loop.create_task(self._settle_for_ever()))
 
-    def resettle(self, names: Iterable[Name] = ()) -> None:
-        """Process the keys again, even if none has changed; these names count as changed."""
+    def resettle(self, names: Iterable[Name]) -> None:
+        """Process these names again, as if their keys had changed."""
         self._changed_names |= dict.fromkeys(names)
         self._changed.set()
 

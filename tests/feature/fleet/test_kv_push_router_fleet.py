@@ -189,7 +189,7 @@ def test_what_fails_once_is_settled_with_the_next_change(caplog: pytest.LogCaptu
         discovery, seen = MemoryDiscovery(is_shared=False), list[list[int]]()
 
         async def settle() -> None:
-            seen.append([worker for worker, _, _ in keys.served()])
+            seen.append([worker for _, worker in keys.instances])
             if len(seen) == 1:
                 raise RuntimeError("it fails")
 
@@ -199,8 +199,8 @@ def test_what_fails_once_is_settled_with_the_next_change(caplog: pytest.LogCaptu
         assert seen == [[]]
         await discovery.put("v1/instances/ns/backend/generate/1", b'{"transport": {}}')
         await discovery.put("v1/instances/ns/backend/other/2", b'{"transport": {}}')
-        await eventually(lambda: len(seen) == 2, "the worker")
-        assert seen[1] == [1]
+        await eventually(lambda: len(seen) == 2, "the workers")
+        assert seen[1] == [1, 2]
         assert set(keys.instances) == {("ns/backend/generate", 1), ("ns/backend/other", 2)}
         await keys.close()
         await discovery.close()
