@@ -119,11 +119,13 @@ class Workers(EndpointWorkers):
         self._cardless.add(worker)
 
     async def _before(self, name: Name, card: dict[str, Any]) -> None:
+        if not self._cluster.is_nats or self._model is not None:
+            await super()._before(name, card)
+            return
         self._attached.clear()
         try:
-            if self._cluster.is_nats and self._model is None:
-                self._fleet, self._cluster = self._serve(_model_of(card))
-                self._model = _model_of(card)
+            self._fleet, self._cluster = self._serve(_model_of(card))
+            self._model = _model_of(card)
             await super()._before(name, card)
         finally:
             self._attached.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -182,6 +183,53 @@ def test_over_nats_a_worker_without_a_model_card_is_named(
     asyncio.run(asyncio.wait_for(work(), 60))
     (said,) = caplog.records
     assert said.getMessage().startswith("worker 1 gets no requests until it calls register_llm: ")
+
+
+def test_requests_go_on_while_the_state_is_not_ready_for_another_worker() -> None:
+    async def work() -> None:
+        discovery, core = MemoryDiscovery(is_shared=False), Core()
+        gate, waiting = threading.Event(), threading.Event()
+
+        class Slow(Alone):
+            is_nats, is_alone = True, False
+
+            def before_worker(self, _component: Any, worker: int, _events: Any) -> None:
+                if worker == 2:
+                    waiting.set()
+                    assert gate.wait(2 * DEADLINE_S)
+
+        cluster: Any = Slow(core)
+        made: Any = core
+        workers = Workers(
+            made,
+            discovery,
+            "ns/backend/generate",
+            cluster,
+            serve=lambda _model: (made, cluster),
+            min_workers=0,
+        )
+
+        async def announce(number: int) -> None:
+            path = f"ns/backend/generate/{number}"
+            await discovery.put(f"v1/models/{path}", b'{"model_name": "m"}')
+            await discovery.put(f"v1/instances/{path}", b'{"transport": {}}')
+
+        await announce(1)
+        workers.start()
+        await workers.synced(DEADLINE_S)
+        await announce(2)
+        await eventually(waiting.is_set, "the second one")
+        asked = asyncio.create_task(workers.synced(DEADLINE_S))
+        try:
+            await eventually(asked.done, "a request")
+            assert workers.ids == [1]
+        finally:
+            gate.set()
+        await eventually(lambda: workers.ids == [1, 2], "both")
+        await workers.close()
+        await discovery.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_what_fails_once_is_settled_with_the_next_change(caplog: pytest.LogCaptureFixture) -> None:
