@@ -16,6 +16,14 @@ use super::RoutingOptions;
 
 /// Tenant of the indexes of prefill workers, which hold other blocks than decode workers.
 pub(crate) const PREFILL_TENANT: &str = "prefill";
+/// Tenant of all other indexes of workers that are not registered; the cache salt separates clients.
+const TENANT: &str = "default";
+
+/// The index of a model's workers, or of those that only prefill.
+pub(crate) fn key_of(name: &str, is_prefill: bool) -> ModelKey {
+    let tenant = if is_prefill { PREFILL_TENANT } else { TENANT };
+    ModelKey { model_name: name.to_owned(), tenant_id: tenant.to_owned() }
+}
 
 /// All workers of one model and tenant, with one index and one load table.
 pub(crate) struct Pool<M, R> {

@@ -17,11 +17,8 @@ use super::engine::{Engine, EngineNotes, Member, Pool, Route};
 use super::engine_spec::{EngineSpec, base_of};
 use super::options::FrontendOptions;
 use crate::cause::{Topic, Warning};
-use crate::fleet::{self, Common, PREFILL_TENANT, Parts};
+use crate::fleet::{self, Common, PREFILL_TENANT, Parts, key_of};
 use crate::gateway::turn::{FairnessOptions, WaitingRoom};
-
-/// Tenant of the frontend's own indexes; the cache salt separates clients.
-const TENANT: &str = "default";
 
 type Rooms = Option<Arc<WaitingRoom>>;
 type Tables = fleet::Tables<Engine, Rooms>;
@@ -422,11 +419,6 @@ impl Fleet {
 fn route(tables: &Tables, name: &str, key: &ModelKey, claim: Claim) -> Route {
     let extra_name = (claim != Claim::Model).then(|| name.to_owned());
     Route { pool: Arc::clone(&tables.pools[key]), extra_name, is_adapter: claim == Claim::Adapter }
-}
-
-fn key_of(name: &str, is_prefill: bool) -> ModelKey {
-    let tenant = if is_prefill { PREFILL_TENANT } else { TENANT };
-    ModelKey { model_name: name.to_owned(), tenant_id: tenant.to_owned() }
 }
 
 /// Creates the components of a model for its first engine.

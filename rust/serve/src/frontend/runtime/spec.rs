@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use kvflash_core::catalog::ModelKey;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{self, EventSpec, WorkerState};
 use kvflash_core::ids::InstanceId;
@@ -11,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::super::engine_spec::MAX_RANKS;
-use crate::fleet::PREFILL_TENANT;
+use crate::fleet::key_of;
 
 /// Longest name, address or path.
 const MAX_NAME_BYTES: usize = 4_096;
@@ -179,9 +178,7 @@ impl WorkerSpec {
 
     /// Its model, in an index of its own if it only prefills.
     pub fn model(&self) -> fleet::Card {
-        let tenant = if self.is_prefill() { PREFILL_TENANT } else { "default" };
-        let key =
-            ModelKey { model_name: self.card.model_name.clone(), tenant_id: tenant.to_owned() };
+        let key = key_of(&self.card.model_name, self.is_prefill());
         let report = self.report();
         fleet::Card {
             block_size: self.card.kv_cache_block_size,
