@@ -75,6 +75,17 @@ class WithoutEndpoint(ZmqChannel):
         self.endpoint = None
 
 
+async def hear(one: ZmqChannel, other: ZmqChannel) -> asyncio.Task[None]:
+    """Open one, which goes on hearing what the other sends."""
+    heard = asyncio.Event()
+    await one.open(lambda _: heard.set())
+    hearing = asyncio.create_task(one.hear())
+    while not heard.is_set():
+        await other.send(b"a message")
+        await asyncio.sleep(0.01)
+    return hearing
+
+
 def test_a_router_with_a_malformed_endpoint_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -85,12 +96,7 @@ def test_a_router_with_a_malformed_endpoint_is_named_once(
             one.follow({"tcp://nowhere"})
             one.follow({"tcp://nowhere", other.endpoint})
             assert caplog.text.count("can't connect to the router at tcp://nowhere") == 1
-            heard = asyncio.Event()
-            await one.open(lambda _: heard.set())
-            hearing = asyncio.create_task(one.hear())
-            while not heard.is_set():
-                await other.send(b"a message")
-                await asyncio.sleep(0.01)
+            hearing = await hear(one, other)
             hearing.cancel()
             one.follow(set())
         finally:
@@ -110,12 +116,7 @@ def test_a_connection_to_a_router_that_is_silently_dead_is_replaced(
         wire = Wire(str(other.endpoint).removeprefix("tcp://"))
         try:
             one.follow({f"tcp://{wire.address}"})
-            heard = asyncio.Event()
-            await one.open(lambda _: heard.set())
-            hearing = asyncio.create_task(one.hear())
-            while not heard.is_set():
-                await other.send(b"a message")
-                await asyncio.sleep(0.01)
+            hearing = await hear(one, other)
             wire.freeze()
             await asyncio.to_thread(until, lambda: wire.accepted > 1, "another connection")
             hearing.cancel()
